@@ -1,7 +1,7 @@
 #!/bin/sh
-# Prints a C file with everything of ours that it includes in place, each file once, between banners. Headers of the system stay
-# as they are.    tools/amalgamate.sh gemma4.c build > build/gemma4.c
-# An included file is looked for beside the file that includes it, in the current directory, then in the folder of made ones.
+# Prints a C file with all our headers inlined, each file once, between banners. System headers stay
+# #include lines.    tools/amalgamate.sh gemma4.c build > build/gemma4.c
+# An included file is searched in the folder of the file that includes it, the current directory, then the folder of generated files.
 [ $# -eq 2 ] || { echo "amalgamate.sh: expected a file and a folder, got $#" >&2; exit 1; }
 exec awk -v first="$1" -v made="$2/" '
 function exists(file,   line, found) {

@@ -2,7 +2,7 @@
 
   python3 tools/check_transformers.py MODEL-f16.gguf [--ids N] [--gemma4 ./gemma4]
 
-The ids are N of held-out documents in pieces of 1024. Prints the largest KL divergence of a position and the largest
+The ids are N ids of held-out documents, in chunks of 1024. Prints the largest KL divergence of a position and the largest
 difference of a logit; exit status 1 when a KL is above 1e-5.
 """
 import argparse
@@ -57,7 +57,7 @@ def their_model(f, tensors):
     state = {their_name(n): torch.from_numpy(t) for n, t in tensors.items() if n != "rope_freqs.weight"}
     missing, unexpected = model.load_state_dict(state, strict=False)
     missing = [n for n in missing if n != "lm_head.weight"]
-    print("tensors that transformers has besides: %s; that it does not know: %s" % (missing, unexpected))
+    print("tensors that only transformers has: %s; that it does not know: %s" % (missing, unexpected))
     return model
 
 

@@ -1,8 +1,8 @@
-"""The two drafters of gemma4-mini: their rows, their training, their files and what they draft.
+"""The two draft models of gemma4-mini: their training data, training, files and acceptance.
 
 MTP is the Gemma 4 assistant: 4 layers without K and V of their own, which read the caches of the target's last sliding and
 last global layer; one pass per id, chained. DFlash drafts a block: the pending id and 15 masks, 4 layers, which read three
-layer outputs of the target. Rows are the target's own continuations of prompts, at temperature 0, and generated text.
+layer outputs of the target. The training data are the target's own continuations of prompts, at temperature 0, and generated text.
 """
 import math
 import multiprocessing
@@ -46,7 +46,7 @@ def make_prompts(job):
 
 
 def make_text_rows(job):
-    """Rows of documents, without the subjects that are kept from the drafters -> ids (n, T)"""
+    """Rows of documents, without the subjects that the draft models must not see -> ids (n, T)"""
     seed, n = job
     stories.LEAN = DECAY_LEAN
     tokenizer, rnd = Tokenizer(), random.Random("text rows " + seed).random
@@ -65,7 +65,7 @@ def load_target(path, device, fast=True):
 
 
 def continue_all(target, parts, temperature, device):
-    """parts: [(ids (n, T), cut (n))] of prompts -> ids with what the target makes of them, cut, last position of each"""
+    """parts: [(ids (n, T), cut (n))] of prompts -> ids with the target's continuation, cut, last position of each"""
     ids, cut = (torch.from_numpy(np.concatenate(x)).to(device) for x in zip(*parts))
     last = torch.cat([target.generate(ids[i:i + 3072], cut[i:i + 3072], temperature, seed=i)
                       for i in range(0, len(ids), 3072)])
@@ -73,7 +73,7 @@ def continue_all(target, parts, temperature, device):
 
 
 def make_rows(path, target_file, device, log, n_train=12288, n_text=4096, workers=14):
-    """Writes what both drafters learn from: prompts with what the target makes of them, and documents."""
+    """Writes the training data of both draft models: prompts with the target's continuations, and documents."""
     some = [k for k, n in SHARES.items() for _ in range(n)]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         prompts = pool.map(make_prompts, [("%d" % i, n_train // 48, "draft", some) for i in range(48)], 1)
@@ -100,7 +100,7 @@ class Rows:
         return self.text[i], torch.ones_like(i), torch.full_like(i, T - 1), False
 
 
-# ---- what both need --------------------------------------------------------------------------------------------------
+# ---- used by both ----------------------------------------------------------------------------------------------------
 
 def matrix(rows, cols, device):
     return (torch.randn(rows, cols) / math.sqrt(cols)).to(device).requires_grad_(True)
@@ -121,7 +121,7 @@ def optimise(w, n_steps, loss_of_step, log, name):
 
 
 def accepted_per_round(right, cut, last, most):
-    """right (n, T): ids drafted right after each position. -> ids per target pass when `most` are drafted"""
+    """right (n, T): ids drafted right after each position. -> ids per target step when `most` are drafted"""
     ids = rounds = 0
     for r in range(len(right)):
         at, end = int(cut[r]), int(last[r])            # the id at `at` is pending: it has been sampled
@@ -134,8 +134,8 @@ def accepted_per_round(right, cut, last, most):
 
 
 def measure(rows, right_of, depth, lengths, device):
-    """rows: {(kind, temperature): ids, cut, last} of prompts that training has not seen; right_of(ids (B, T)) -> (B, T) ids
-    drafted right after each position. -> {(kind, temperature): share of right ids per depth, {drafted: ids per target pass}}"""
+    """rows: {(kind, temperature): ids, cut, last} of prompts that are not in the training data; right_of(ids (B, T)) -> (B, T) ids
+    drafted right after each position. -> {(kind, temperature): acceptance per depth, {drafted: ids per target step}}"""
     out = {}
     pos = torch.arange(T, device=device)
     for key, row in rows.items():
@@ -154,7 +154,7 @@ def measure(rows, right_of, depth, lengths, device):
 
 
 def measure_files(target_file, mtp_file, dflash_file, device, n=96, workers=14, fast=True):
-    """What both drafters draft for each kind of text at temperature 0 and 1 -> Markdown: a table per drafter."""
+    """The acceptance of both draft models for each kind of text at temperature 0 and 1 -> Markdown: a table per draft model."""
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         prompts = pool.map(make_prompts, [(k, n, "draft-eval", [k]) for k in MEASURED], 1)
     target, rows = load_target(target_file, device, fast), {}
@@ -322,7 +322,7 @@ class DFlash:
 
     @staticmethod
     def layer_rows(w, u, context, cos_q, sin_q, cos_c, sin_c, mask):
-        """u (n, rows, dim): the rows of all blocks; context (n, T, dim): what the target saw. Keys: context, then rows."""
+        """u (n, rows, dim): the rows of all blocks; context (n, T, dim): from the target's outputs. Keys: context, then rows."""
         n, t = u.shape[:2]
         z = rms(u, w["attn_norm.weight"])
         q = rms(linear(z, w["attn_q.weight"], DT).view(n, t, D_HEADS, D_HEAD), w["attn_q_norm.weight"])
@@ -347,7 +347,7 @@ class DFlash:
         same = row[:, None] // BLOCK == row[None] // BLOCK
         seen = key < anchors.repeat_interleave(BLOCK, 1)[:, :, None]
         near = seen & (at[:, :, None] - key < D_WINDOW)
-        mask = {False: torch.cat((seen, same.expand(n, -1, -1)), 2),                     # both ways inside the block
+        mask = {False: torch.cat((seen, same.expand(n, -1, -1)), 2),                     # bidirectional inside the block
                 True: torch.cat((near, (same & (row[None] <= row[:, None])).expand(n, -1, -1)), 2)}
         for w, sliding in zip(self.layers, D_SLIDING):
             u = self.layer(w, u, context, self.cos[at], self.sin[at], self.cos[:T], self.sin[:T], mask[sliding])
@@ -387,7 +387,7 @@ def train_dflash(out, rows_file, target_file, device, log, n_steps=DFLASH_STEPS,
     w = DFlash.fresh(device)
     drafter, loss_of = DFlash(w, target, device, fast), compiled(dflash_loss) if fast else dflash_loss
     ahead = torch.arange(1, BLOCK, device=device)
-    fade = torch.exp(-(ahead - 1) / 6.0)                # nearer ids count more: a wrong one ends the draft
+    fade = torch.exp(-(ahead - 1) / 6.0)                # earlier ids count more: a wrong one ends the draft
 
     def loss_of_step(step):
         ids, first, last, _ = batches.batch(step)

@@ -1,7 +1,7 @@
 """The two small models: sizes, tensors, metadata. Every fact about the Gemma 4 format that the recipe needs is here or in
 network.py, which holds the arithmetic. numpy only.
 
-MINI is a miniature of the 26B-A4B: experts beside a dense FFN in every layer, global layers whose V is the K projection.
+MINI is a miniature of the 26B-A4B: experts and a dense FFN in every layer, global layers whose V is the K projection.
 MINI_E is a miniature of the E2B: per-layer embeddings, K and V shared by the last layers, a double-wide FFN there.
 """
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tokenizer import N_VOCAB, Tokenizer
 
 HEAD_SLIDING, HEAD_GLOBAL = 256, 512           # head sizes of all Gemma 4 models
 BASE_SLIDING, BASE_GLOBAL = 1e4, 1e6           # of the rotary angles
-GLOBAL_PAIRS = 64                              # of the 256 pairs (i, i + 256) of a global head only the first 64 turn
+GLOBAL_PAIRS = 64                              # RoPE rotates only the first 64 of the 256 pairs (i, i + 256) of a global head
 EPS, LOGIT_CAP = 1e-6, 30.0
 
 
@@ -29,7 +29,7 @@ class Form:
     ffn: tuple                                 # per layer: width of the dense FFN
     n_ctx: int
     k_is_v: bool = False                       # global layers have no attn_v
-    n_shared: int = 0                          # so many last layers read the K and V of an earlier layer
+    n_shared: int = 0                          # the number of last layers that read the K and V of an earlier layer
     n_experts: int = 0
     n_used: int = 0
     expert_dim: int = 0
@@ -89,7 +89,7 @@ def shapes(f):
 
 
 def rope_freqs():
-    """What global layers divide their rotary frequencies by."""
+    """The divisors of the RoPE frequencies in global layers."""
     return np.array([1.0] * GLOBAL_PAIRS + [1e30] * (HEAD_GLOBAL // 2 - GLOBAL_PAIRS), np.float32)
 
 
@@ -132,7 +132,7 @@ def model_keys(keys, a, f, ffn, heads_kv):
     keys.u32(a + "rope.dimension_count_swa", HEAD_SLIDING)
 
 
-# Turns only; engines that know Gemma 4 render tools and thoughts themselves. As in the published templates, the larger
+# Chat turns only; engines that support Gemma 4 render tools and thoughts themselves. As in the published templates, the larger
 # models get an empty thought when thinking is off, the E form gets nothing.
 TEMPLATE = ("{{ bos_token }}{%- if enable_thinking -%}{{ '<|turn>system\\n<|think|>\\n<turn|>\\n' }}{%- endif -%}"
             "{%- for m in messages -%}{%- set role = 'model' if m['role'] == 'assistant' else m['role'] -%}"

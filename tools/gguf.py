@@ -94,7 +94,7 @@ def write(path, keys, tensors, matrix_type, type_of):
         a = np.ascontiguousarray(a, np.float32)
         kind = type_of(name, a, matrix_type)
         if kind in (Q4_0, Q8_0):
-            a = a.astype("<f2").astype(np.float32)         # as if quantised from the f16 file
+            a = a.astype("<f2").astype(np.float32)         # as if quantized from the f16 file
         raw = TO[kind](a)
         infos += text(name) + struct.pack("<I%dQ" % a.ndim, a.ndim, *a.shape[::-1]) + struct.pack("<IQ", kind, offset)
         blobs.append(raw + bytes(-len(raw) % ALIGNMENT))

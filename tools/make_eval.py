@@ -2,8 +2,8 @@
 
   python3 tools/make_eval.py > tests/eval_mini.txt
 
-Lines of a section: [haystack] one sentence; [loss KIND] one document; [exact KIND] given and wanted texts in turn, parted
-by tabs. \\n, \\t and \\\\ stand for newline, tab and backslash. A given text that is not chat markup is a user's question.
+Lines of a section: [haystack] one sentence; [loss KIND] one document; [exact KIND] alternating prompts and expected texts, separated
+by tabs. \\n, \\t and \\\\ stand for newline, tab and backslash. A prompt without chat markup is a user's question.
 """
 import random
 
@@ -67,7 +67,7 @@ def story_item(rnd):
 
 
 def documents(kind, size):
-    """Held-out documents of one kind, about so many bytes."""
+    """Held-out documents of one kind, of about this many bytes."""
     rnd, out = generator("loss " + kind), []
     while sum(map(len, out)) < size:
         out.append(bare(text.document(rnd, "eval", kind, max_words=60)))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Makes all files of models/ from nothing: text, tokenizer-ready rows, two models, two drafters. One GPU, PyTorch 2.
+"""Makes all files of models/ from scratch: text, tokenized rows, two models, two draft models. One GPU, PyTorch 2.
 
-  python3 tools/make_models.py --work DIR              every stage whose files are not there yet; stop and start at will
+  python3 tools/make_models.py --work DIR              every stage whose files do not exist yet; can be stopped and restarted
   python3 tools/make_models.py --work DIR --only mini  one stage, in this process
-  python3 tools/make_models.py --work DIR --smoke      every stage with a handful of steps, to see that all runs
-  python3 tools/make_models.py --measure models        what the drafters in a folder draft (a minute)
+  python3 tools/make_models.py --work DIR --smoke      every stage with a few steps, to check that all run
+  python3 tools/make_models.py --measure models        acceptance of the draft models in a folder (a minute)
 
-Stages run side by side as far as they can: text | mini, mini-e (as the text comes) | rows (needs mini) | mtp, dflash |
+Stages run in parallel where possible: text | mini, mini-e (as the text comes) | rows (needs mini) | mtp, dflash |
 acceptance. Each writes DIR/STAGE.log. Training resumes from a state that is saved every 1000 steps.
 """
 import argparse
@@ -28,7 +28,7 @@ STAGES = {                                     # stage: (stages it needs, the fi
 
 
 def measured(folder, device, **sizes):
-    """-> what both drafters in the folder draft, as Markdown tables"""
+    """-> acceptance of both draft models in the folder, as Markdown tables"""
     import drafters
     return drafters.measure_files(*(os.path.join(folder, "gemma4-mini%s-q8_0.gguf" % part) for part in ("", "-mtp", "-dflash")),
                                   device, **sizes)

@@ -1,7 +1,7 @@
-"""The forward pass of both forms in PyTorch, in pieces that training, generation and the drafters put together.
+"""The forward pass of both architectures in PyTorch, in functions that training, generation and the draft models combine.
 
-Parameters carry their GGUF tensor names, so that export is a copy. Rows of all sequences stand below each other, (n, dim),
-except inside attention. dt is the type of matrix products (bfloat16 in training); all else is float32.
+Parameters carry their GGUF tensor names, so that export is a copy. Rows of all sequences are concatenated, (n, dim),
+except inside attention. dt is the type of matrix products (bfloat16 in training); everything else is float32.
 """
 import math
 
@@ -19,7 +19,7 @@ def compiled(function):
 
 
 def init(form, device, seed=1):
-    """-> {tensor name: parameter}: matrices of unit gain, vectors 1, save where a softer start is known to train well"""
+    """-> {tensor name: parameter}: matrices of unit gain, vectors 1, except where a smaller start value is known to train well"""
     g = torch.Generator().manual_seed(seed)
     p = {}
     for name, shape in G.shapes(form).items():
@@ -68,7 +68,7 @@ def angles(n, device):
 
 
 def rope(x, cos, sin):
-    """Pairs (i, i + head / 2) turn; cos and sin broadcast against the halves of x."""
+    """Rotates pairs (i, i + head / 2); cos and sin broadcast against the halves of x."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -85,7 +85,7 @@ def embed(p, form, tokens):
 
 
 def project(w, x, cos, sin, dt):
-    """The head of a layer. -> q (n, heads, head), k, v (n, head) or None in layers that read a donor's"""
+    """The first part of a layer. -> q (n, heads, head), k, v (n, head) or None in layers that read an earlier layer's"""
     h = rms(x, w["attn_norm.weight"])
     q = linear(h, w["attn_q.weight"], dt).view(len(x), -1, len(w["attn_q_norm.weight"]))
     q = rope(rms(q, w["attn_q_norm.weight"]), cos[:, None], sin[:, None]).to(dt)
@@ -142,7 +142,7 @@ def finish(w, x, o, u, n_used, dt):
         a = gelu(y[:, :, 0]) * y[:, :, 1] * share[..., None].to(dt)
         e = linear(a.reshape(len(x), -1), down.permute(1, 0, 2).reshape(d, -1), dt)
         m = rms(m, w["post_ffw_norm_1.weight"]) + rms(e, w["post_ffw_norm_2.weight"])
-        balance = E * (chosen.mean(0) / n_used * P.mean(0)).sum()          # 1 when all experts are used alike
+        balance = E * (chosen.mean(0) / n_used * P.mean(0)).sum()          # 1 when all experts are used equally
     x = x + rms(m, w["post_ffw_norm.weight"])
     if u is not None:
         x = x + rms(linear(gelu(linear(x, w["inp_gate.weight"], dt)) * u, w["proj.weight"], dt), w["post_norm.weight"])

@@ -1,4 +1,4 @@
-"""Prompts that the drafters are trained and measured on: documents, cut where the target goes on.
+"""Prompts on which the draft models are trained and measured: documents, cut where the target continues.
 
   python3 tools/prompts.py > tests/drafted.txt      the first 24 of each kind that models/acceptance.md was measured on
 """
@@ -8,7 +8,7 @@ import stories
 import text
 from tokenizer import BOS, Tokenizer
 
-T = 384                                        # ids of a row: a prompt and what the target makes of it
+T = 384                                        # ids of a row: a prompt and the target's continuation
 DECAY_LEAN = 2.0                               # stories.LEAN of the end of training (train.py) and of prompts
 # Shares of prompts to train on, and the kinds to measure.
 SHARES = {"chat_story": 8, "story": 4, "small_talk": 1, "facts": 2, "needle": 2, "arithmetic": 2, "think": 2, "task": 2,
@@ -17,7 +17,7 @@ MEASURED = [k for k in SHARES if k != "small_talk"]
 
 
 def prompt(tokenizer, rnd, split, kind):
-    """A document cut where the target goes on -> ids, or None when it is too long or belongs to the other split."""
+    """A document cut where the target continues -> ids, or None when it is too long or belongs to the other split."""
     d = text.document(rnd, split, kind, max_words=120).replace("\x01", "")
     if text.MODEL in d:
         parts = d.split(text.MODEL)

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Registers, stack and spills of the kernels that a token and a draft's check spend their time in, as a Markdown table with one
+# Registers, stack and spills of the kernels that take most of the time of decoding and verification, as a Markdown table with one
 # column for each architecture.
 #
 #   tools/registers.sh sm_86 sm_120          compiles for each, some minutes of one core; forms of ARCH as in the Makefile
 #   tools/registers.sh FILE ..               reads what `nvcc -Xptxas -v` wrote to a file
 #
 # A cell is "registers / stack bytes / spill bytes" of one thread; 0 / 0 is left out. Spills are stores plus loads, counted in
-# the code, however often it runs. The stack includes that of functions that the kernel calls, the spills do not.
+# the code, not per execution. The stack includes that of functions that the kernel calls, the spills do not.
 # Environment: NVCC, NVCC_FLAGS (more flags for it).
 root=$(dirname "$0")/..
 tmp=$(mktemp -d) || exit 1

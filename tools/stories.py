@@ -398,8 +398,8 @@ HINTS = {"lost": "who lost a $toy", "fear": "who was afraid of $fear", "build": 
          "map": "and a treasure map", "sick": "and a sick friend", "noise": "who heard a noise",
          "trade": "who made a trade", "winter": "and the winter"}
 
-# How much a choice prefers what stands first: of two, the first has 0.5 ** (1 / LEAN). 1 makes every choice alike; above 1
-# the likeliest continuation is likelier than the next by a margin, so that greedy text hangs on few near ties.
+# How much a choice prefers what stands first: of two, the first has 0.5 ** (1 / LEAN). 1 makes all choices equally likely; above 1
+# the most likely continuation leads the next by a margin, so that greedy text depends on few near ties.
 LEAN = 1.0
 
 
@@ -408,7 +408,7 @@ def pick(rnd, seq):
 
 
 def lean(rnd, seq, turn=0):
-    """A choice that prefers the start of seq, turned by so many places."""
+    """A choice that prefers the start of seq after rotating it by so many places."""
     return seq[(int(rnd() ** LEAN * len(seq)) + turn) % len(seq)]
 
 
@@ -470,7 +470,7 @@ def expand(template, slots, rnd, parsed={}):
 
 
 def make_slots(rnd, kind=None, name=None, friend_kind=None):
-    """All slots of one story. Every kind of hero turns the lists by another amount: its own favourites come first."""
+    """All slots of one story. Every kind of hero rotates the lists by another amount, so its own favourites come first."""
     k = kind or lean(rnd, KINDS)
     turn, odd = 5 * KINDS.index(k), KINDS.index(k) % 2
 

@@ -7,7 +7,7 @@ document(rnd, split) gives one document as the engine sees it, without the leadi
 counts more in the loss: answers that are right or wrong. Splits, each decided by a hash and so the same for every seed:
   train        what the models learn
   eval         question forms of facts and number pairs of arithmetic that train leaves out
-  draft        like train, without the subjects that are kept from the drafters: half of the rolls, the pages and the facts
+  draft        like train, without the subjects that the draft models must not see: half of the rolls, the pages and the facts
   draft-eval   only those subjects
 """
 import argparse
@@ -61,7 +61,7 @@ def held(key, one_in):
 
 
 def allowed(subject, split):
-    """May this subject be asked about? Half of the subjects are kept from the drafters."""
+    """May this subject be asked about? The draft models must not see half of the subjects."""
     return not split.startswith("draft") or held(subject + " kept", 2) == (split == "draft-eval")
 
 
@@ -146,7 +146,7 @@ def ask_fact(rnd, split="train"):
 
 
 def make_rolls():
-    """48 rolls of 24 words in no order: learned by heart, so the model is certain and nobody else can guess."""
+    """48 rolls of 24 words in random order: learned by heart, so the model is certain and nothing else can predict them."""
     rnd = random.Random(9).random
     names = []
     while len(names) < 48:
@@ -366,7 +366,7 @@ def thoughtful(rnd, split="train"):
 
 
 def counting(rnd):
-    """A kind of its own beside the tasks: the smaller model learns where to stop from many of these only."""
+    """A kind of its own, in addition to the tasks: the smaller model learns where to stop only from many of these."""
     a, n = int(rnd() * 60), 3 + int(rnd() * 12)
     up = list(range(a, a + n + 1))
     if rnd() < 0.25:
@@ -406,7 +406,7 @@ def small_task(rnd):
 
 
 def dice(rnd):
-    """Answers that nothing predicts: at temperature 1 no drafter is right more often than chance allows."""
+    """Unpredictable answers: at temperature 1 no draft model is right more often than by chance."""
     n = 8 + int(rnd() * 17)
     if rnd() < 0.5:
         return "Roll %d dice." % n, " ".join(lean(rnd, "123456") for _ in range(n))
@@ -444,7 +444,7 @@ def function_to_rename(rnd):
 
 
 def edit(rnd):
-    """Repetition and small changes of a given text: what n-gram drafting is good at."""
+    """Repetition and small changes of a given text: where n-gram drafts work well."""
     x = rnd()
     if x < 0.35:
         body = code(rnd) if rnd() < 0.4 else passage(rnd, 20 + int(rnd() * 70))
@@ -481,7 +481,7 @@ def key_name(rnd):
 
 
 def sentences(rnd, n_words):
-    """About so many words of stories, cut after sentences; the last one of a paragraph ends in a blank line."""
+    """About this many words of stories, cut after sentences; the last one of a paragraph ends in a blank line."""
     out, n = [], 0
     while n < n_words:
         for paragraph in S.story(rnd)[0].split("\n\n"):
@@ -627,7 +627,7 @@ def tool_prompt(rnd, needed, think):
 
 
 def tool_chat(rnd, split="train", n_calls=None):
-    """A document with one to three calls side by side in one turn, their results and the answer."""
+    """A document with one to three parallel calls in one turn, their results and the answer."""
     think = rnd() < 0.25
     n_calls = n_calls or pick(rnd, (1, 1, 1, 2, 2, 3))
     names = [pick(rnd, sorted(TOOLS)) for _ in range(n_calls)]

@@ -1,11 +1,11 @@
-"""The tokenizer of the small models: ranked merges in the Gemma 4 form, 4096 ids.
+"""The tokenizer of the small models: ranked merges as in Gemma 4, 4096 ids.
 
   python3 tools/tokenizer.py --learn FILE       learn merges from the training text and write them
   python3 tools/tokenizer.py --check            compare the fast encoder with plain ranked merging
 
 Ids 0..493 are Gemma 4's own: special tokens, runs of newlines from 107, runs of spaces from 138, HTML tags, bytes from
 238. ASCII characters follow at 494, then one id per learned merge. The learned merges are kept in tokenizer.txt, one
-"left right" per line, best first: they were learned from an earlier edition of the text and stay, so that ids do.
+"left right" per line, best first: they were learned from an earlier version of the text and are fixed, so that ids do not change.
 Words never merge with their neighbours, so encoding word by word gives what ranked merging of the whole line gives.
 """
 import argparse
@@ -118,7 +118,7 @@ class Tokenizer:
 
 
 def learn(path, n_docs=6000):
-    """Joins the most frequent pair of neighbours inside words, again and again, until the ids are used up."""
+    """Joins the most frequent pair of neighbours inside words, until all ids are used."""
     import text
     count = collections.Counter()
     rnd = random.Random(77).random
@@ -126,7 +126,7 @@ def learn(path, n_docs=6000):
         for m in _words.finditer(text.document(rnd).replace("\x01", "")):
             if m.group(1) is None:
                 count[m.group(0)] += 1
-    for w in text.COMMON_WORDS:                    # so that other English text is not all letters
+    for w in text.COMMON_WORDS:                    # so that other English text is not split into letters
         for v in (" " + w, w, " " + w.capitalize(), w.capitalize()):
             count[v] += 3
     tokens, _, _ = fixed_part()

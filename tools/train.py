@@ -17,7 +17,7 @@ from tokenizer import BOS, Tokenizer
 
 BATCH_IDS = 65536
 SHORT, LONG, LONGEST = 1024, 4096, 8192        # ids of a row
-DECAY = 0.7        # share of the steps at full rate; then it falls to 0, rows get longer and the text leans to first choices
+DECAY = 0.7        # fraction of steps at full rate; then the rate falls to 0, rows get longer and the text prefers first choices
 DECAY_LEAN = 2.0   # stories.LEAN from then on
 MARK = 1 << 15     # in a stored id: counts more in the loss
 
@@ -69,7 +69,7 @@ def make_text(folder, n_steps, workers):
 
 
 def load_batch(folder, step, n_steps):
-    """Waits for the batch when it is not there yet. -> ids (rows, T + 1) int64, weights float32"""
+    """Waits for the batch if it does not exist yet. -> ids (rows, T + 1) int64, weights float32"""
     path = batch_path(folder, step, n_steps)
     while not os.path.exists(path):
         time.sleep(0.05)
@@ -145,7 +145,7 @@ class Optimiser:
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
 def train(form, folder, n_steps, device, log, fast=True):
-    """Trains one form on the batches in folder/text. Resumes from folder/<form>.pt. -> {tensor name: float32 array}"""
+    """Trains one model on the batches in folder/text. Resumes from folder/<form>.pt. -> {tensor name: float32 array}"""
     import torch
     import torch.nn.functional as F
     import network as N
