@@ -81,7 +81,7 @@ cpu: $(B)/gemma4-cpu            ## build for the CPU only
 cuda: $(if $(filter cuda,$(ENGINE)),$(B)/gemma4-cuda,no-cuda)   ## build for CUDA and CPU in one binary
 	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
 no-cuda:
-	@echo "make cuda: $(if $(strip $(NVCC)),no cublas_v2.h beside $(NVCC); install the whole CUDA toolkit,nvcc not found; install the \
+	@echo "make cuda: $(if $(strip $(NVCC)),cublas_v2.h not found next to $(NVCC); install the complete CUDA toolkit,nvcc not found; install the \
 	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
