@@ -1,13 +1,14 @@
-/* folder.h - a Hugging Face folder read as if it were a GGUF file: open_folder().
+/* folder.h - reads a Hugging Face folder as if it were a GGUF file: open_folder().
  *
  * Uses base.h and gguf.h. Begin with open_folder().
- *   [1] Strings of files    [2] Hugging Face folders */
+ *   [1] Strings of a file    [2] Hugging Face folders */
 #ifndef FOLDER_H
 #define FOLDER_H
 
-// ==== [1] Strings of files ==========================================================================================
+// ==== [1] Strings of a file =========================================================================================
 
-// A string of the file as a message may show it: its first bytes, '?' for what could steer a terminal. One at a time.
+// A string of a file in a form that is safe to print: its first bytes, '?' for all that is not printable ASCII. Valid
+// until the next call.
 static const char *shown(GgufStr s) {
     static char text[64];
     size_t n = 0;
@@ -21,40 +22,42 @@ static bool str_is(GgufStr s, const char *text) { return s.n == strlen(text) && 
 static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 
 // ==== [2] Hugging Face folders =======================================================================================
-// A folder with config.json, *.safetensors and tokenizer.json becomes the GGUF file that it would convert to, in memory:
-// the same keys, names and shapes, so that nothing behind open_model_file knows the difference. Matrices stay in the mapped
-// files, in the type they have there; vectors and routers become F32 in private memory. Text models, MTP assistants and
-// DFlash drafters; tensors of other modalities are counted and left out. No value is changed or permuted.
+// A folder with config.json, *.safetensors and tokenizer.json is converted, in memory, to the GGUF file that
+// llama.cpp's converter would write: the same keys, names and shapes. So all code after open_model_file() sees a GGUF
+// file. Matrices stay in the mapped files, in their types; vectors and routers are converted to F32. Supported are text
+// models, MTP assistants and DFlash drafters; tensors of other modalities are counted and left out. No value is changed
+// or permuted.
 
 typedef struct {
     const char *path;           // of config.json
-    GgufJson root, text;        // the whole object; its text_config, or root again
-    bool assistant, dflash;     // a drafter
+    GgufJson root, text;        // the whole object; its text_config, or the whole object if it has none
+    bool assistant, dflash;     // kinds of drafters
     const char *arch;           // general.architecture
 } HfConfig;
 
-// A member of the text model's part of config.json, or else of the whole; null counts as absent.
+// Finds a member of text_config, or else of the whole object. A member that is null counts as missing.
 static bool hf_get(const HfConfig *c, const char *key, GgufJson *v) {
     return (gguf_json_get(&c->text, key, v) || gguf_json_get(&c->root, key, v)) && v->type != GGUF_J_NULL;
 }
 
-// Numbers: otherwise < min (hf_float: 0) means that the member is required.
-static int64_t hf_int(const HfConfig *c, const char *key, int64_t min, int64_t max, int64_t otherwise) {
+// Returns a number, or `fallback` if it is missing. It is required if fallback < min; in json_float, if fallback is 0.
+static int64_t hf_int(const HfConfig *c, const char *key, int64_t min, int64_t max, int64_t fallback) {
     GgufJson v = { 0 };
-    int64_t n = otherwise;
+    int64_t n = fallback;
     if (!hf_get(c, key, &v)) {
-        if (otherwise < min) die("%s: '%s': missing", c->path, key);
+        if (fallback < min) die("%s: '%s': missing", c->path, key);
     } else if (!gguf_json_int(&v, min, max, &n)) {
-        die("%s: '%s': expected %" PRId64 "..%" PRId64 ", got %s", c->path, key, min, max, shown((GgufStr){ v.s, v.n }));
+        die("%s: '%s': expected %" PRId64 "..%" PRId64 ", got %s", c->path, key, min, max,
+            shown((GgufStr){ v.s, v.n }));
     }
     return n;
 }
 
-static double json_float(const char *path, const GgufJson *object, const char *key, double otherwise) {
+static double json_float(const char *path, const GgufJson *object, const char *key, double fallback) {
     GgufJson v = { 0 };
-    double x = otherwise;
+    double x = fallback;
     if (!gguf_json_get(object, key, &v) || v.type == GGUF_J_NULL) {
-        if (otherwise == 0) die("%s: '%s': missing", path, key);
+        if (fallback == 0) die("%s: '%s': missing", path, key);
     } else if (!gguf_json_float(&v, &x)) {
         die("%s: '%s': expected a number, got %s", path, key, shown((GgufStr){ v.s, v.n }));
     }
@@ -66,23 +69,26 @@ static bool hf_bool(const HfConfig *c, const char *key) {
     return hf_get(c, key, &v) && v.type == GGUF_J_TRUE;
 }
 
-// The bytes of FOLDER/NAME, freed by the caller. NULL: there is no such file.
-static char *read_beside(const char *folder, const char *name, size_t *n) {
-    const off_t most = 1 << 28;                        // bytes; a published tokenizer.json has 32 MB
+// Returns the bytes of FOLDER/NAME; the caller frees them. NULL: there is no such file.
+static char *read_in_folder(const char *folder, const char *name, size_t *n) {
+    const off_t max_bytes = 1 << 28;                   // a published tokenizer.json has 32 MB
     char path[4096];
     struct stat st;
-    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path) die("%s: expected a shorter path", folder);
+    if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, name) >= sizeof path)
+        die("%s: expected a shorter path", folder);
     if (stat(path, &st)) return NULL;
     if (!S_ISREG(st.st_mode)) die("%s: expected a regular file", path);
-    if (st.st_size > most) die("%s: expected at most %lld bytes, got %lld", path, (long long)most, (long long)st.st_size);
+    if (st.st_size > max_bytes)
+        die("%s: expected at most %lld bytes, got %lld", path, (long long)max_bytes, (long long)st.st_size);
     return read_file(path, n, folder);
 }
 
-// The same as parsed JSON; the text is freed by the caller.
+// Parses FOLDER/NAME as a JSON object. Returns its text, to which *value points; the caller frees it. NULL: no such
+// file.
 static char *read_json(const char *folder, const char *name, GgufJson *value) {
     size_t n, at;
     const char *err;
-    char *text = read_beside(folder, name, &n);
+    char *text = read_in_folder(folder, name, &n);
     if (!text) return NULL;
     if (gguf_json_parse(text, n, value, &at, &err) < 0)
         die("%s/%s: not JSON at byte %zu: expected %s", folder, name, at, err);
@@ -90,14 +96,16 @@ static char *read_json(const char *folder, const char *name, GgufJson *value) {
     return text;
 }
 
-// ---- tensors
+// ---- tensors ----
 
-static const struct { const char *hf, *gguf; } hf_names[] = {       // of no layer; then of layer %d
+// Names in Hugging Face and GGUF files: of tensors outside the layers, and of tensors of a layer, without its number.
+static const struct { const char *hf, *gguf; } hf_names[] = {
     { "embed_tokens.weight", "token_embd.weight" }, { "norm.weight", "output_norm.weight" },
     { "lm_head.weight", "output.weight" }, { "embed_tokens_per_layer.weight", "per_layer_token_embd.weight" },
     { "per_layer_model_projection.weight", "per_layer_model_proj.weight" },
     { "per_layer_projection_norm.weight", "per_layer_proj_norm.weight" },
-    { "pre_projection.weight", "nextn.pre_projection.weight" }, { "post_projection.weight", "nextn.post_projection.weight" },
+    { "pre_projection.weight", "nextn.pre_projection.weight" },
+    { "post_projection.weight", "nextn.post_projection.weight" },
     { "masked_embedding.centroids.weight", "masked_embd_centroids.weight" },
     { "masked_embedding.token_ordering", "masked_embd_ordering" },
     { "fc.weight", "fc.weight" }, { "hidden_norm.weight", "enc.output_norm.weight" },
@@ -105,7 +113,8 @@ static const struct { const char *hf, *gguf; } hf_names[] = {       // of no lay
     { "input_layernorm.weight", "attn_norm.weight" }, { "self_attn.q_proj.weight", "attn_q.weight" },
     { "self_attn.k_proj.weight", "attn_k.weight" }, { "self_attn.v_proj.weight", "attn_v.weight" },
     { "self_attn.o_proj.weight", "attn_output.weight" }, { "self_attn.q_norm.weight", "attn_q_norm.weight" },
-    { "self_attn.k_norm.weight", "attn_k_norm.weight" }, { "post_attention_layernorm.weight", "post_attention_norm.weight" },
+    { "self_attn.k_norm.weight", "attn_k_norm.weight" },
+    { "post_attention_layernorm.weight", "post_attention_norm.weight" },
     { "pre_feedforward_layernorm.weight", "ffn_norm.weight" }, { "mlp.gate_proj.weight", "ffn_gate.weight" },
     { "mlp.up_proj.weight", "ffn_up.weight" }, { "mlp.down_proj.weight", "ffn_down.weight" },
     { "post_feedforward_layernorm.weight", "post_ffw_norm.weight" }, { "layer_scalar", "layer_output_scale.weight" },
@@ -118,10 +127,11 @@ static const struct { const char *hf, *gguf; } hf_names[] = {       // of no lay
     { "post_per_layer_input_norm.weight", "post_norm.weight" },
 };
 
-// The GGUF name of a tensor of the text model; false: it belongs to something else. A DFlash drafter has no norm behind
-// attention: what is called so stands before the FFN.
+// Writes the GGUF name of a tensor of the text model. False: it belongs to another part of the model. A DFlash drafter
+// has no norm after attention: its post_attention_layernorm is the norm before the feed-forward network.
 static bool hf_tensor_name(const HfConfig *c, GgufStr name, char *out, size_t room) {
-    static const char *const prefixes[] = { "model.language_model.", "language_model.model.", "language_model.", "model." };
+    static const char *const prefixes[] = { "model.language_model.", "language_model.model.", "language_model.",
+                                            "model." };
     char s[256];
     int l = 0, end = 0;
     if (name.n >= sizeof s) return false;
@@ -136,7 +146,8 @@ static bool hf_tensor_name(const HfConfig *c, GgufStr name, char *out, size_t ro
     if (c->dflash && !strcmp(p + end, "post_attention_layernorm.weight"))
         return snprintf(out, room, "blk.%d.ffn_norm.weight", l), true;
     for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
-        if (!strcmp(p + end, hf_layer_names[i].hf)) return snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf), true;
+        if (!strcmp(p + end, hf_layer_names[i].hf))
+            return snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf), true;
     return false;
 }
 
@@ -144,11 +155,14 @@ static size_t n_elements(const GgufTensor *t) {
     return (size_t)t->size / (size_t)gguf_block_bytes(t->type) * (size_t)gguf_block_elems(t->type);
 }
 
-// Kept as f32: whatever the engine reads as a vector, and routers.
-static bool hf_is_f32(const GgufTensor *t, const char *name) { return t->n_dims < 2 || strstr(name, "ffn_gate_inp.weight"); }
+// True for vectors and routers, which become F32.
+static bool hf_is_f32(const GgufTensor *t, const char *name) {
+    return t->n_dims < 2 || strstr(name, "ffn_gate_inp.weight");
+}
 
-// Put every tensor of the text model, and the factors that stop `head_dim / 2 - n_rot` pairs of global layers. data:
-// room for one more than st has; tied: an LM head of its own is a copy. Returns the rows of token_embd, 0: none.
+// Puts every tensor of the text model into w, and its bytes into data, which has one element more than st has tensors:
+// the first is rope_freqs, the factors that exclude `head_dim / 2 - n_rot` pairs of global layers from RoPE. tied: an
+// LM head in the file is a copy of the embedding table. Returns the rows of token_embd, 0: none.
 static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot,
                            bool tied) {
     size_t n = 0, n_other = 0, n_floats = (size_t)head_dim / 2;
@@ -157,7 +171,7 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
     char name[320];
     for (size_t i = 0; i < st->n_tensors; i++)
         if (hf_tensor_name(c, st->tensors[i].name, name, sizeof name) && hf_is_f32(&st->tensors[i], name))
-            n_floats += (size_t)st->tensors[i].size;                            // a byte or more for each element
+            n_floats += (size_t)st->tensors[i].size;                            // at least the number of elements
     float *floats = gguf_private(st, n_floats * sizeof *floats);
     if (!floats) die_gguf(st);
     for (int i = 0; i < head_dim / 2; i++) floats[i] = i < n_rot ? 1 : 1e30f;
@@ -168,12 +182,12 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
         const GgufTensor *t = &st->tensors[i];
         if (!hf_tensor_name(c, t->name, name, sizeof name)) {
             if (c->dflash)
-                die("%s: tensor '%s': DFlash v1 has no tensor of this name; other draft models are not supported",
-                    st->path, shown(t->name));
+                die("%s: tensor '%s': a DFlash drafter has none of that name: one of another kind, which is not "
+                    "supported", st->path, shown(t->name));
             if (!n_other++) first_other = t->name;
             continue;
         }
-        if (tied && !strcmp(name, "output.weight")) continue;       // the embedding table once more
+        if (tied && !strcmp(name, "output.weight")) continue;       // the embedding table again
         const bool is_float = t->type == GGUF_F32 || t->type == GGUF_F16 || t->type == GGUF_BF16;
         const bool is_ids = (t->type == GGUF_I32 || t->type == GGUF_I64) && !strcmp(name, "masked_embd_ordering");
         if (!t->size || !(is_float || is_ids))
@@ -193,9 +207,9 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
     return vocab;
 }
 
-// ---- keys
+// ---- keys ----
 
-static const char *hf_key(char out[96], const HfConfig *c, const char *key) {       // with the architecture before it
+static const char *hf_key(char out[96], const HfConfig *c, const char *key) {       // "ARCH.KEY"
     snprintf(out, 96, "%s.%s", c->arch, key);
     return out;
 }
@@ -210,7 +224,7 @@ static void hf_put_f32(GgufWriter *w, const HfConfig *c, const char *key, double
     gguf_put_f32(w, hf_key(full, c, key), (float)v);
 }
 
-// One value per layer: as an array, or as a scalar when all are the same.
+// Puts one value per layer, as an array; or as a scalar if all are equal.
 static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, const int32_t *v, int n) {
     char full[96];
     bool same = true;
@@ -219,38 +233,40 @@ static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, con
     else gguf_put_array(w, hf_key(full, c, key), GGUF_V_I32, v, (size_t)n);
 }
 
-typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values per head, pairs that turn
+typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values of a head, pairs that RoPE rotates
 
-// The model's own keys from config.json.
-static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
-    const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
-    const int head_dim = (int)hf_int(c, "global_head_dim", 32, MAX_HEAD_DIM, 512);
-    const int head_dim_swa = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
-    const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
+typedef struct { int32_t ffn[MAX_LAYERS], kv_heads[MAX_LAYERS]; uint8_t is_swa[MAX_LAYERS]; } HfLayers;
+
+// Reads what differs between the n layers of a model, of which the last n_shared share K and V.
+static void hf_read_layers(const HfConfig *c, int n, int n_shared, HfLayers *out) {
     const int32_t ffn = (int32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0);
     const int32_t kv_swa = (int32_t)hf_int(c, "num_key_value_heads", 1, 1024, 0);
     const bool k_eq_v = hf_bool(c, "attention_k_eq_v");
     const int32_t kv_full = k_eq_v ? (int32_t)hf_int(c, "num_global_key_value_heads", 1, 1024, kv_swa) : kv_swa;
     const bool wide = hf_bool(c, "use_double_wide_mlp");
-    int32_t ffns[MAX_LAYERS], kv_heads[MAX_LAYERS];
-    uint8_t swa[MAX_LAYERS];
-    GgufJson types, rope, full, sliding, v;
+    GgufJson types, v;
     int l = 0;
-    if (!hf_get(c, "layer_types", &types) || types.type != GGUF_J_ARRAY) die("%s: 'layer_types': expected an array", c->path);
+    if (!hf_get(c, "layer_types", &types) || types.type != GGUF_J_ARRAY)
+        die("%s: 'layer_types': expected an array", c->path);
     for (; gguf_json_next(&types, NULL, &v); l++) {
         if (l == n) die("%s: 'layer_types': expected %d, one per layer, got more", c->path, n);
-        swa[l] = gguf_json_is(&v, "sliding_attention");
-        if (!swa[l] && !gguf_json_is(&v, "full_attention"))
+        out->is_swa[l] = gguf_json_is(&v, "sliding_attention");
+        if (!out->is_swa[l] && !gguf_json_is(&v, "full_attention"))
             die("%s: 'layer_types': expected sliding_attention or full_attention, got %s", c->path,
                 shown((GgufStr){ v.s, v.n }));
-        ffns[l] = wide && l >= n - n_shared ? 2 * ffn : ffn;
-        kv_heads[l] = swa[l] ? kv_swa : kv_full;
+        out->ffn[l] = wide && l >= n - n_shared ? 2 * ffn : ffn;
+        out->kv_heads[l] = out->is_swa[l] ? kv_swa : kv_full;
     }
     if (l < n) die("%s: 'layer_types': expected %d, one per layer, got %d", c->path, n, l);
+}
+
+// Reads the bases of RoPE, and returns the part of the pairs that global layers rotate.
+static double hf_read_rope(const HfConfig *c, double *base, double *base_swa) {
+    GgufJson rope, full, sliding, v;
     if (!hf_get(c, "rope_parameters", &rope) || !gguf_json_get(&rope, "full_attention", &full) ||
         !gguf_json_get(&rope, "sliding_attention", &sliding))
         die("%s: 'rope_parameters': expected full_attention and sliding_attention", c->path);
-    // Only "proportional" divides the exponent by the whole head; of the default kind the same holds when all pairs turn.
+    // "proportional" divides the exponent by the whole head; "default" does the same if all pairs rotate.
     const double part = json_float(c->path, &full, "partial_rotary_factor", 1);
     const double part_swa = json_float(c->path, &sliding, "partial_rotary_factor", 1);
     if (!(gguf_json_get(&full, "rope_type", &v) && (gguf_json_is(&v, "proportional") || gguf_json_is(&v, "default"))) ||
@@ -258,23 +274,39 @@ static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
         die("%s: 'rope_parameters': full_attention: expected rope_type proportional with a factor in 0..1", c->path);
     if (!(gguf_json_get(&sliding, "rope_type", &v) && gguf_json_is(&v, "default")) || part_swa != 1)
         die("%s: 'rope_parameters': sliding_attention: expected rope_type default for all pairs", c->path);
+    *base = json_float(c->path, &full, "rope_theta", 0);
+    *base_swa = json_float(c->path, &sliding, "rope_theta", 0);
+    return part;
+}
+
+// Puts the keys of a text model or an MTP assistant, in the order of the converter.
+static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
+    const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
+    const int head_dim = (int)hf_int(c, "global_head_dim", 32, MAX_HEAD_DIM, 512);
+    const int head_dim_swa = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
+    const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
+    HfLayers layers;
+    double base, base_swa;
+    hf_read_layers(c, n, n_shared, &layers);
+    const double part = hf_read_rope(c, &base, &base_swa);
 
     hf_put_u32(w, c, "block_count", (uint32_t)n);
     hf_put_u32(w, c, "context_length", (uint32_t)hf_int(c, "max_position_embeddings", 1, MAX_CONTEXT, 0));
     hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 0));
-    hf_put_layers(w, c, "feed_forward_length", ffns, n);
+    hf_put_layers(w, c, "feed_forward_length", layers.ffn, n);
     hf_put_u32(w, c, "attention.head_count", (uint32_t)hf_int(c, "num_attention_heads", 1, 1024, 0));
-    hf_put_layers(w, c, "attention.head_count_kv", kv_heads, n);
-    hf_put_f32(w, c, "rope.freq_base", json_float(c->path, &full, "rope_theta", 0));
-    hf_put_f32(w, c, "rope.freq_base_swa", json_float(c->path, &sliding, "rope_theta", 0));
+    hf_put_layers(w, c, "attention.head_count_kv", layers.kv_heads, n);
+    hf_put_f32(w, c, "rope.freq_base", base);
+    hf_put_f32(w, c, "rope.freq_base_swa", base_swa);
     hf_put_f32(w, c, "attention.layer_norm_rms_epsilon", json_float(c->path, &c->text, "rms_norm_eps", 0));
     hf_put_u32(w, c, "attention.key_length", (uint32_t)head_dim);
     hf_put_u32(w, c, "attention.value_length", (uint32_t)head_dim);
     hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
     hf_put_u32(w, c, "attention.shared_kv_layers", (uint32_t)n_shared);
-    hf_put_u32(w, c, "embedding_length_per_layer_input", (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, 0));
+    hf_put_u32(w, c, "embedding_length_per_layer_input",
+               (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, 0));
     char full_key[96];
-    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, swa, (size_t)n);
+    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, layers.is_swa, (size_t)n);
     hf_put_u32(w, c, "attention.key_length_swa", (uint32_t)head_dim_swa);
     hf_put_u32(w, c, "attention.value_length_swa", (uint32_t)head_dim_swa);
     hf_put_u32(w, c, "rope.dimension_count", (uint32_t)head_dim);
@@ -296,35 +328,63 @@ static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
     return (HfRope){ head_dim, (int)(head_dim * part / 2) };
 }
 
-// The keys of a DFlash drafter, which has the config of a Qwen 3 model and a dflash_config in it.
+// Puts the taps and the pattern of sliding layers of a DFlash drafter with n layers. d: c, with dflash_config as its
+// text.
+static void hf_dflash_layers(GgufWriter *w, const HfConfig *c, const HfConfig *d, int n, int32_t *taps,
+                             size_t *n_taps) {
+    GgufJson v, ids;
+    int64_t id;
+    uint8_t swa[MAX_LAYERS];
+    char full_key[96];
+    int l = 0;
+    if (!hf_get(d, "target_layer_ids", &ids) || ids.type != GGUF_J_ARRAY)
+        die("%s: 'target_layer_ids': expected the layers of the model that it reads", c->path);
+    while (*n_taps < MAX_LAYERS && gguf_json_next(&ids, NULL, &v)) {
+        if (!gguf_json_int(&v, 0, MAX_LAYERS - 1, &id))
+            die("%s: 'target_layer_ids': expected layers, got %s", c->path, shown((GgufStr){ v.s, v.n }));
+        taps[(*n_taps)++] = (int32_t)id + 1;           // the output of a layer is the input of the next
+    }
+    if (!hf_get(c, "layer_types", &ids) || ids.type != GGUF_J_ARRAY) return;
+    for (; l < n && gguf_json_next(&ids, NULL, &v); l++) swa[l] = gguf_json_is(&v, "sliding_attention");
+    if (l < n || gguf_json_next(&ids, NULL, &v)) die("%s: 'layer_types': expected %d, one per layer", c->path, n);
+    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, swa, (size_t)n);
+}
+
+// Puts the keys of a DFlash drafter that its config.json may lack.
+static void hf_dflash_optional_keys(GgufWriter *w, const HfConfig *c, const HfConfig *d) {
+    GgufJson v;
+    char full_key[96];
+    if (hf_get(c, "vocab_size", &v)) hf_put_u32(w, c, "vocab_size", (uint32_t)hf_int(c, "vocab_size", 1, MAX_VOCAB, 0));
+    if (hf_get(c, "sliding_window", &v))
+        hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
+    if (hf_get(c, "final_logit_softcapping", &v))
+        hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->root, "final_logit_softcapping", 0));
+    if (hf_get(c, "input_embedding_scale", &v))
+        hf_put_f32(w, c, "embedding_scale", json_float(c->path, &c->root, "input_embedding_scale", 0));
+    if (hf_get(d, "causal", &v) || hf_get(d, "is_causal", &v))
+        gguf_put_bool(w, hf_key(full_key, c, "attention.causal"), v.type == GGUF_J_TRUE);
+    if (hf_get(c, "hidden_act", &v)) {
+        const GgufStr act = v.type == GGUF_J_STRING && v.n > 2 ? (GgufStr){ v.s + 1, v.n - 2 } : (GgufStr){ v.s, v.n };
+        gguf_put_str(w, hf_key(full_key, c, "hidden_activation"), act);
+    }
+}
+
+// Puts the keys of a DFlash drafter. Its config.json is that of a Qwen 3 model with a dflash_config.
 static HfRope hf_dflash_keys(GgufWriter *w, const HfConfig *c) {
     const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
     const int head_dim = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
-    HfConfig d = *c;                                   // members of both
-    GgufJson v, ids, rope = { 0 };
+    HfConfig d = *c;
+    GgufJson v, rope = { 0 };
     int32_t taps[MAX_LAYERS];
-    int64_t id;
-    uint8_t swa[MAX_LAYERS];
     size_t n_taps = 0;
     char full_key[96];
-    int l = 0;
     if (!gguf_json_get(&c->root, "dflash_config", &d.text) || d.text.type != GGUF_J_OBJECT) d.text = c->root;
-    if (!hf_get(&d, "target_layer_ids", &ids) || ids.type != GGUF_J_ARRAY)
-        die("%s: 'target_layer_ids': expected the layers of the model that it reads", c->path);
-    while (n_taps < MAX_LAYERS && gguf_json_next(&ids, NULL, &v)) {
-        if (!gguf_json_int(&v, 0, MAX_LAYERS - 1, &id))
-            die("%s: 'target_layer_ids': expected layers, got %s", c->path, shown((GgufStr){ v.s, v.n }));
-        taps[n_taps++] = (int32_t)id + 1;              // the output of a layer is the input of the next
-    }
-    if (hf_get(c, "layer_types", &ids) && ids.type == GGUF_J_ARRAY) {
-        for (; l < n && gguf_json_next(&ids, NULL, &v); l++) swa[l] = gguf_json_is(&v, "sliding_attention");
-        if (l < n || gguf_json_next(&ids, NULL, &v)) die("%s: 'layer_types': expected %d, one per layer", c->path, n);
-        gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, swa, (size_t)n);
-    }
+    hf_dflash_layers(w, c, &d, n, taps, &n_taps);
     if (!hf_get(c, "rope_parameters", &rope) || rope.type != GGUF_J_OBJECT) rope = c->root;
     if (hf_get(c, "rope_scaling", &v) || (gguf_json_get(&rope, "rope_type", &v) && !gguf_json_is(&v, "default")))
         die("%s: 'rope_scaling': expected none", c->path);
-    if (hf_get(c, "output_multiplier", &v)) die("%s: 'output_multiplier': draft models with one are not supported", c->path);
+    if (hf_get(c, "output_multiplier", &v))
+        die("%s: 'output_multiplier': draft models with one are not supported", c->path);
     hf_put_u32(w, c, "block_count", (uint32_t)n);
     hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 0));
     hf_put_u32(w, c, "feed_forward_length", (uint32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0));
@@ -336,33 +396,24 @@ static HfRope hf_dflash_keys(GgufWriter *w, const HfConfig *c) {
     hf_put_u32(w, c, "block_size", (uint32_t)hf_int(&d, "block_size", 1, STEP_ROWS, 0));
     gguf_put_array(w, hf_key(full_key, c, "target_layers"), GGUF_V_I32, taps, n_taps);
     gguf_put_u32(w, "tokenizer.ggml.mask_token_id", (uint32_t)hf_int(&d, "mask_token_id", 0, MAX_VOCAB, -1));
-    if (hf_get(c, "vocab_size", &v)) hf_put_u32(w, c, "vocab_size", (uint32_t)hf_int(c, "vocab_size", 1, MAX_VOCAB, 0));
-    if (hf_get(c, "sliding_window", &v))
-        hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
-    if (hf_get(c, "final_logit_softcapping", &v))
-        hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->root, "final_logit_softcapping", 0));
-    if (hf_get(c, "input_embedding_scale", &v))
-        hf_put_f32(w, c, "embedding_scale", json_float(c->path, &c->root, "input_embedding_scale", 0));
-    if (hf_get(&d, "causal", &v) || hf_get(&d, "is_causal", &v))
-        gguf_put_bool(w, hf_key(full_key, c, "attention.causal"), v.type == GGUF_J_TRUE);
-    if (hf_get(c, "hidden_act", &v)) {
-        const GgufStr act = v.type == GGUF_J_STRING && v.n > 2 ? (GgufStr){ v.s + 1, v.n - 2 } : (GgufStr){ v.s, v.n };
-        gguf_put_str(w, hf_key(full_key, c, "hidden_activation"), act);
-    }
+    hf_dflash_optional_keys(w, c, &d);
     return (HfRope){ head_dim, head_dim / 2 };
 }
 
-// A string value, unescaped, to the end of a text arena.
+// Appends a JSON string, unescaped, to a text arena.
 static GgufStr take_text(char **arena, const GgufJson *v) {
     const GgufStr s = { *arena, gguf_json_string(v, *arena) };
     *arena += s.n;
     return s;
 }
 
-// Special ids by text, tokenizer_config.json's or else Gemma's own, and the chat template. tokens: (n) by id.
+// Puts the chat template and the ids of special tokens. Their texts are in tokenizer_config.json, else they are
+// Gemma's. tokens: (n) by id.
 static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *tokens, size_t n) {
-    static const char *const special[5][3] = { { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
-        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" }, { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
+    static const char *const special[5][3] = {
+        { "bos_token", "<bos>", "tokenizer.ggml.bos_token_id" },
+        { "eos_token", "<eos>", "tokenizer.ggml.eos_token_id" },
+        { "unk_token", "<unk>", "tokenizer.ggml.unknown_token_id" },
         { "pad_token", "<pad>", "tokenizer.ggml.padding_token_id" },
         { "mask_token", "<mask>", "tokenizer.ggml.mask_token_id" } };
     GgufJson config = { 0 }, v;
@@ -372,7 +423,8 @@ static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *to
         char buffer[256];
         if (config_text && gguf_json_get(&config, special[k][0], &v)) {
             if (v.type == GGUF_J_OBJECT && !gguf_json_get(&v, "content", &v)) continue;
-            if (v.type == GGUF_J_STRING && v.n < sizeof buffer) want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
+            if (v.type == GGUF_J_STRING && v.n < sizeof buffer)
+                want = (GgufStr){ buffer, gguf_json_string(&v, buffer) };
         }
         for (size_t i = 0; i < n; i++)
             if (tokens[i].n == want.n && !memcmp(tokens[i].s, want.s, want.n)) {
@@ -383,7 +435,7 @@ static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *to
     gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
     gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
     size_t size;
-    char *jinja = read_beside(folder, "chat_template.jinja", &size);
+    char *jinja = read_in_folder(folder, "chat_template.jinja", &size);
     if (jinja) {
         gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, size });
     } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
@@ -394,13 +446,79 @@ static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *to
     free(config_text);
 }
 
-// The keys tokenizer.ggml.* and the chat template. vocab: rows of the embedding table; ids without a text are padding.
+enum { HF_NORMAL = 1, HF_CONTROL = 3, HF_USER_DEFINED = 4, HF_UNUSED = 5, HF_BYTE = 6 };        // token types of GGUF
+
+// Reads the vocabulary of tokenizer.json: tokens and types (vocab), by id. Texts go to the arena *at. Rows of the
+// embedding table that no token uses are padding.
+static void hf_read_vocab(const char *folder, const GgufJson *root, const GgufJson *map, uint64_t vocab, char **at,
+                          GgufStr *tokens, int32_t *types) {
+    // Visible although they are special: chat parsers look for them in the text.
+    static const char *const visible[] = { "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>",
+                                           "<|tool_response>", "<tool_response|>", "<|\"|>" };
+    GgufJson added = { 0 }, rest, key, v, id_v = { 0 }, content;
+    int64_t id;
+    for (rest = *map; gguf_json_next(&rest, &key, &v); ) {
+        if (!gguf_json_int(&v, 0, (int64_t)vocab - 1, &id))
+            die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
+                shown((GgufStr){ key.s, key.n }), vocab);
+        if (tokens[id].n)
+            die("%s/tokenizer.json: %s: expected a unique id, got %" PRId64 " again", folder,
+                shown((GgufStr){ key.s, key.n }), id);
+        const GgufStr t = tokens[id] = take_text(at, &key);
+        types[id] = t.n == 6 && !memcmp(t.s, "<0x", 3) && t.s[5] == '>' ? HF_BYTE : HF_NORMAL;
+    }
+    if (gguf_json_get(root, "added_tokens", &added) && added.type != GGUF_J_ARRAY)
+        die("%s/tokenizer.json: added_tokens: expected an array", folder);
+    for (rest = added; added.n && gguf_json_next(&rest, NULL, &v); ) {
+        if (!gguf_json_get(&v, "id", &id_v) || !gguf_json_int(&id_v, 0, (int64_t)vocab - 1, &id) ||
+            !gguf_json_get(&v, "content", &content) || content.type != GGUF_J_STRING)
+            die("%s/tokenizer.json: added_tokens: expected ids below %" PRIu64 " and texts", folder, vocab);
+        tokens[id] = take_text(at, &content);
+        types[id] = gguf_json_get(&v, "special", &id_v) && id_v.type == GGUF_J_TRUE ? HF_CONTROL : HF_USER_DEFINED;
+        for (size_t i = 0; i < sizeof visible / sizeof *visible; i++)
+            if (gguf_json_is(&content, visible[i])) types[id] = HF_USER_DEFINED;
+    }
+    for (uint64_t i = 0; i < vocab; i++) {
+        if (tokens[i].n) continue;
+        tokens[i] = (GgufStr){ *at, (size_t)sprintf(*at, "[PAD%" PRIu64 "]", i) };
+        *at += tokens[i].n;
+        types[i] = HF_UNUSED;
+    }
+}
+
+// Reads the merges of tokenizer.json, ["left", "right"] or "left right", as "left right". Texts go to the arena *at.
+// The caller frees the result.
+static GgufStr *hf_read_merges(const char *folder, const GgufJson *merges, char **at, size_t *n_merges) {
+    GgufJson rest, v, part;
+    size_t n = 0;
+    for (rest = *merges; gguf_json_next(&rest, NULL, &v); ) n++;
+    GgufStr *pairs = alloc_or_die(n, sizeof *pairs);
+    n = 0;
+    for (rest = *merges; gguf_json_next(&rest, NULL, &v); n++) {
+        GgufStr *pair = &pairs[n];
+        GgufJson parts = v;
+        bool good = v.type == GGUF_J_STRING || v.type == GGUF_J_ARRAY;
+        pair->s = *at;
+        if (v.type == GGUF_J_STRING) take_text(at, &v);
+        for (int i = 0; v.type == GGUF_J_ARRAY && gguf_json_next(&parts, NULL, &part) && good; i++) {
+            good = part.type == GGUF_J_STRING && i < 2;
+            if (i == 1) *(*at)++ = ' ';
+            if (good) take_text(at, &part);
+        }
+        pair->n = (size_t)(*at - pair->s);
+        const char *space = pair->n ? memchr(pair->s, ' ', pair->n) : NULL, *end = pair->s + pair->n;
+        if (!good || !space || space == pair->s || space + 1 == end ||
+            memchr(space + 1, ' ', (size_t)(end - space - 1)))
+            die("%s/tokenizer.json: merges: merge %zu: expected two texts without spaces, got %s", folder, n,
+                shown((GgufStr){ v.s, v.n }));
+    }
+    *n_merges = n;
+    return pairs;
+}
+
+// Puts the keys tokenizer.ggml.* and the chat template. vocab: rows of the embedding table.
 static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab, bool required) {
-    enum { NORMAL = 1, CONTROL = 3, USER_DEFINED = 4, UNUSED = 5, BYTE = 6 };
-    // Shown although they are special: chat parsers read them in the text.
-    static const char *const visible[] = { "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
-                                           "<tool_response|>", "<|\"|>" };
-    GgufJson root, model, map, merges, added = { 0 }, rest, key, v, id_v = { 0 }, part;
+    GgufJson root, model, map, merges;
     char *text = read_json(folder, "tokenizer.json", &root);
     if (!text && required) die("%s: expected tokenizer.json in this directory, got none", folder);
     if (!text) return;
@@ -411,56 +529,10 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     GgufStr *tokens = alloc_or_die(vocab, sizeof *tokens);
     int32_t *types = alloc_or_die(vocab, sizeof *types);
     float *scores = alloc_or_die(vocab, sizeof *scores);
-    int64_t id;
-    for (rest = map; gguf_json_next(&rest, &key, &v); ) {
-        if (!gguf_json_int(&v, 0, (int64_t)vocab - 1, &id))
-            die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
-                shown((GgufStr){ key.s, key.n }), vocab);
-        if (tokens[id].n)
-            die("%s/tokenizer.json: %s: expected a unique id, got %" PRId64 " again", folder,
-                shown((GgufStr){ key.s, key.n }), id);
-        const GgufStr t = tokens[id] = take_text(&at, &key);
-        types[id] = t.n == 6 && !memcmp(t.s, "<0x", 3) && t.s[5] == '>' ? BYTE : NORMAL;
-    }
-    if (gguf_json_get(&root, "added_tokens", &added) && added.type != GGUF_J_ARRAY)
-        die("%s/tokenizer.json: added_tokens: expected an array", folder);
-    for (rest = added; added.n && gguf_json_next(&rest, NULL, &v); ) {
-        if (!gguf_json_get(&v, "id", &id_v) || !gguf_json_int(&id_v, 0, (int64_t)vocab - 1, &id) ||
-            !gguf_json_get(&v, "content", &part) || part.type != GGUF_J_STRING)
-            die("%s/tokenizer.json: added_tokens: expected ids below %" PRIu64 " and texts", folder, vocab);
-        tokens[id] = take_text(&at, &part);
-        types[id] = gguf_json_get(&v, "special", &id_v) && id_v.type == GGUF_J_TRUE ? CONTROL : USER_DEFINED;
-        for (size_t i = 0; i < sizeof visible / sizeof *visible; i++)
-            if (gguf_json_is(&part, visible[i])) types[id] = USER_DEFINED;
-    }
-    for (uint64_t i = 0; i < vocab; i++) {
-        scores[i] = -1000;
-        if (tokens[i].n) continue;
-        tokens[i] = (GgufStr){ at, (size_t)sprintf(at, "[PAD%" PRIu64 "]", i) };
-        at += tokens[i].n;
-        types[i] = UNUSED;
-    }
-    size_t n_merges = 0;
-    for (rest = merges; gguf_json_next(&rest, NULL, &v); ) n_merges++;
-    GgufStr *pairs = alloc_or_die(n_merges, sizeof *pairs);
-    n_merges = 0;
-    for (rest = merges; gguf_json_next(&rest, NULL, &v); n_merges++) {          // ["left", "right"], or "left right"
-        GgufStr *pair = &pairs[n_merges];
-        GgufJson parts = v;
-        bool good = v.type == GGUF_J_STRING || v.type == GGUF_J_ARRAY;
-        pair->s = at;
-        if (v.type == GGUF_J_STRING) take_text(&at, &v);
-        for (int i = 0; v.type == GGUF_J_ARRAY && gguf_json_next(&parts, NULL, &part) && good; i++) {
-            good = part.type == GGUF_J_STRING && i < 2;
-            if (i == 1) *at++ = ' ';
-            if (good) take_text(&at, &part);
-        }
-        pair->n = (size_t)(at - pair->s);
-        const char *space = pair->n ? memchr(pair->s, ' ', pair->n) : NULL, *end = pair->s + pair->n;
-        if (!good || !space || space == pair->s || space + 1 == end || memchr(space + 1, ' ', (size_t)(end - space - 1)))
-            die("%s/tokenizer.json: merges: merge %zu: expected two texts without spaces, got %s", folder, n_merges,
-                shown((GgufStr){ v.s, v.n }));
-    }
+    size_t n_merges;
+    hf_read_vocab(folder, &root, &map, vocab, &at, tokens, types);
+    for (uint64_t i = 0; i < vocab; i++) scores[i] = -1000;
+    GgufStr *pairs = hf_read_merges(folder, &merges, &at, &n_merges);
     gguf_put_str(w, "tokenizer.ggml.model", (GgufStr){ "gemma4", 6 });
     gguf_put_array(w, "tokenizer.ggml.tokens", GGUF_V_STR, tokens, (size_t)vocab);
     gguf_put_array(w, "tokenizer.ggml.scores", GGUF_V_F32, scores, (size_t)vocab);
@@ -476,7 +548,7 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     free(text);
 }
 
-// Defaults of sampling, and tokens that must not be sampled, from generation_config.json.
+// Puts defaults of sampling, and tokens that must not be sampled, from generation_config.json.
 static void hf_generation_keys(GgufWriter *w, const char *folder) {
     GgufJson root, v, id_v = { 0 };
     char *text = read_json(folder, "generation_config.json", &root);
@@ -492,41 +564,49 @@ static void hf_generation_keys(GgufWriter *w, const char *folder) {
     if (gguf_json_get(&root, "suppress_tokens", &v) && v.type == GGUF_J_ARRAY) {
         int32_t ids[1024];
         size_t n = 0;
-        while (n < 1024 && gguf_json_next(&v, NULL, &id_v) && gguf_json_int(&id_v, 0, MAX_VOCAB, &id)) ids[n++] = (int32_t)id;
+        while (n < 1024 && gguf_json_next(&v, NULL, &id_v) && gguf_json_int(&id_v, 0, MAX_VOCAB, &id))
+            ids[n++] = (int32_t)id;
         if (n) gguf_put_array(w, "tokenizer.ggml.suppress_tokens", GGUF_V_I32, ids, n);
     }
     free(text);
 }
 
-// path: the folder, or one of its *.safetensors or the index.
+// Reads config.json and finds out which kind of model it describes. Returns its text, to which c points; the caller
+// frees it.
+static char *hf_read_config(const char *folder, HfConfig *c) {
+    GgufJson type, names = { 0 }, first;
+    char *text = read_json(folder, "config.json", &c->root);
+    if (!text) die("%s: expected a model, got a directory without config.json", folder);
+    if (!gguf_json_get(&c->root, "text_config", &c->text) || c->text.type != GGUF_J_OBJECT) c->text = c->root;
+    if (!gguf_json_get(&c->root, "model_type", &type) || type.type != GGUF_J_STRING)
+        die("%s: 'model_type': missing", c->path);
+    c->assistant = gguf_json_is(&type, "gemma4_assistant") || gguf_json_is(&type, "gemma4_unified_assistant");
+    c->dflash = gguf_json_get(&c->root, "architectures", &names) && names.type == GGUF_J_ARRAY &&
+                gguf_json_next(&names, NULL, &first) && gguf_json_is(&first, "DFlashDraftModel");
+    if (!c->assistant && !c->dflash && strncmp(type.s, "\"gemma4", 7))
+        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other drafters "
+            "are read from GGUF files", c->path, shown((GgufStr){ type.s, type.n }));
+    c->arch = c->dflash ? "dflash" : c->assistant ? "gemma4-assistant" : "gemma4";
+    return text;
+}
+
+// Opens a folder as a GGUF file. path: the folder, one of its *.safetensors, or the index of these.
 static void open_folder(Gguf *g, const char *path) {
     char folder[4096], config_path[4096 + 16];
     struct stat st;
     if ((size_t)snprintf(folder, sizeof folder, "%s", path) >= sizeof folder) die("%s: expected a shorter path", path);
     if (stat(path, &st)) die("%s: %s", path, strerror(errno));
     char *slash = strrchr(folder, '/');
-    if (!S_ISDIR(st.st_mode)) slash ? (void)(slash[slash == folder] = 0) : (void)strcpy(folder, ".");
+    if (!S_ISDIR(st.st_mode) && slash) slash[slash == folder] = 0;
+    else if (!S_ISDIR(st.st_mode)) strcpy(folder, ".");
     snprintf(config_path, sizeof config_path, "%s/config.json", folder);
 
     Gguf tensors;
     GgufWriter w = { 0 };
+    GgufJson tie;
     HfConfig c = { .path = config_path };
-    GgufJson type;
-    char *config = read_json(folder, "config.json", &c.root);
-    if (!config) die("%s: expected a model, got a directory without config.json", folder);
-    if (!gguf_json_get(&c.root, "text_config", &c.text) || c.text.type != GGUF_J_OBJECT) c.text = c.root;
-    if (!gguf_json_get(&c.root, "model_type", &type) || type.type != GGUF_J_STRING)
-        die("%s: 'model_type': missing", config_path);
-    c.assistant = gguf_json_is(&type, "gemma4_assistant") || gguf_json_is(&type, "gemma4_unified_assistant");
-    GgufJson names = { 0 }, first;
-    c.dflash = gguf_json_get(&c.root, "architectures", &names) && names.type == GGUF_J_ARRAY &&
-               gguf_json_next(&names, NULL, &first) && gguf_json_is(&first, "DFlashDraftModel");
-    if (!c.assistant && !c.dflash && strncmp(type.s, "\"gemma4", 7))
-        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other draft models are "
-            "read from GGUF files", config_path, shown((GgufStr){ type.s, type.n }));
-    c.arch = c.dflash ? "dflash" : c.assistant ? "gemma4-assistant" : "gemma4";
+    char *config = hf_read_config(folder, &c);
     if (gguf_open_safetensors(&tensors, path) < 0) die("%s: %s", path, tensors.err);
-
     const char *base = strrchr(folder, '/');
     base = base && base[1] ? base + 1 : folder;
     gguf_put_str(&w, "general.architecture", (GgufStr){ c.arch, strlen(c.arch) });
@@ -535,7 +615,7 @@ static void open_folder(Gguf *g, const char *path) {
     hf_generation_keys(&w, folder);
     const HfRope rope = c.dflash ? hf_dflash_keys(&w, &c) : hf_model_keys(&w, &c);
     const uint8_t **data = alloc_or_die(tensors.n_tensors + 1, sizeof *data);
-    const bool tied = gguf_json_get(&c.root, "tie_word_embeddings", &type) && type.type == GGUF_J_TRUE;
+    const bool tied = gguf_json_get(&c.root, "tie_word_embeddings", &tie) && tie.type == GGUF_J_TRUE;
     const uint64_t vocab = hf_tensors(&c, &tensors, &w, data, rope.head_dim, rope.n_rot, tied);
     if (!c.dflash && (!vocab || vocab > MAX_VOCAB))
         die("%s: tensor 'embed_tokens.weight': expected 1..%d rows, got %" PRIu64, path, MAX_VOCAB, vocab);
