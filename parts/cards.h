@@ -1,10 +1,10 @@
-/* cards.h - what a kernel may count on: the cards that --card and the emulator of the tests know by name.
+/* cards.h - properties of GPUs, and the GPUs that --card and the emulator of the tests know by name.
  *
- * A Card is what the CUDA backend reads of the GPU that is there, once at start. Every size of a launch follows from it, so
- * another card is another line of this table, and a card that is not in it works as well.
- * Figures: CUDA programming guide (compute capabilities), vendors' tables.
+ * The CUDA backend reads the properties of the installed GPU into a Card once, at start, and computes all launch sizes
+ * from it. So a GPU that is not in the table works too. Sources: CUDA programming guide (compute capabilities),
+ * vendors' tables.
  *
- * Uses nothing of ours. Begin with find_card().
+ * Uses no other part. Begin with find_card().
  *   [1] Card    [2] Cards by name */
 #ifndef CARDS_H
 #define CARDS_H
@@ -18,13 +18,13 @@ typedef struct {
     const char *name;
     int    major, minor;      // compute capability
     int    n_sm;              // streaming multiprocessors
-    int    block_shared;      // bytes of shared memory that a block may have at most
-    int    sm_shared;         // of an SM; each block takes BLOCK_SYSTEM bytes more than its own
-    int    sm_threads;        // that an SM holds at once
+    int    block_shared;      // bytes of shared memory: of a block at most
+    int    sm_shared;         // of an SM; the system takes BLOCK_SYSTEM of it for each block
+    int    sm_threads;        // resident threads of an SM at most
     int    sm_registers;
     size_t l2, memory;        // bytes
-    bool   host_memory;       // it has no memory of its own: the host's is shared
-    bool   starts_early;      // blocks of a launch may come up before the one before has ended
+    bool   host_memory;       // GPU and host share memory
+    bool   starts_early;      // programmatic dependent launch: blocks may start before the previous kernel has ended
 } Card;
 
 enum { BLOCK_SYSTEM = 1 << 10 };
@@ -46,11 +46,11 @@ static const Card cards[] = {  // name, compute capability, SMs, shared memory, 
 #define CARD_NAMES "h100|a100|rtx3090|rtx4090|rtx5090|gb10"
 enum { N_CARDS = sizeof cards / sizeof *cards };
 
-static inline const Card *find_card(const char *name) {        // NULL: none of that name
+static inline const Card *find_card(const char *name) {        // NULL: no such card
     for (int i = 0; i < N_CARDS; i++)
         if (!strcmp(cards[i].name, name)) return &cards[i];
     return NULL;
 }
 
-static inline bool is_pretended(const Card *c) { return find_card(c->name); }  // drivers have longer names
+static inline bool is_pretended(const Card *c) { return find_card(c->name); }  // names from the driver are longer
 #endif

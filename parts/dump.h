@@ -1,9 +1,8 @@
 /* dump.h - intermediate results ("checkpoints") of the forward pass, for --dump and for tests.
  *
- * Uses the types and the forward pass of gemma4.c. One function for each block of a layer, called when the block is
- * done; without --dump they return at once. Names are those of llama.cpp's gemma4 graph, so that a dump of one engine
- * lines up with a dump of the other. A dump keeps all rows in all layers. Begin with
- * dump_layer(). */
+ * Uses the types and the forward pass of gemma4.c. forward() calls one function after each block of a layer; without
+ * --dump they return at once. Names are those of llama.cpp's gemma4 graph, so that dumps of both programs can be
+ * compared. While dumping, all rows go through all layers. Begin with dump_layer(). */
 #ifndef DUMP_H
 #define DUMP_H
 
@@ -16,8 +15,8 @@ typedef struct Checkpoint {   // a named intermediate result
 
 enum { OUT_OF_LAYERS = -1 };
 
-// Keeps n_rows x cols values in memory, or appends them to DIR/NAME-LAYER.f32 (DIR/NAME.f32 outside the layers); the
-// first step of a run truncates the file.
+// Saves (n_rows, cols) values: in memory if dump_dir is "", else appended to DIR/NAME-LAYER.f32 (outside the layers:
+// DIR/NAME.f32). The first step of a run truncates the file.
 static void checkpoint(Model *m, const char *name, int l, const float *data, int n_rows, int cols) {
     const size_t n = (size_t)n_rows * cols;
     float *host = alloc_or_die(n, sizeof *host);
@@ -41,20 +40,20 @@ static void checkpoint(Model *m, const char *name, int l, const float *data, int
     free(host);
 }
 
-// The y of an In, which no buffer holds: computed once more.
+// Saves the value y of an In. No buffer holds it, so it is computed again.
 static void checkpoint_in(Model *m, const char *name, int l, In in, int n_rows) {
     in.x_out = NULL;
     m->ops->close(&(Close){ .n_rows = n_rows, .cols = m->config.dim, .in = in, .out = m->s.dump[0] });
     checkpoint(m, name, l, m->s.dump[0], n_rows, m->config.dim);
 }
 
-// norm(x; w_norm), what a product of the block read: x is the stream without what the block adds to it.
+// Saves norm(x; w_norm), an input of the block. The stream's x does not include the block's output yet.
 static void checkpoint_normed(Model *m, const char *name, int l, const Pass *p, const float *w_norm) {
     const In in = { .x = p->stream.x, .scale = 1, .w_pre = w_norm, .eps = m->config.eps };
     checkpoint_in(m, name, l, in, p->batch.n_rows);
 }
 
-// What the block adds to the stream.
+// Saves what the block adds to the stream.
 static void checkpoint_added(Model *m, const char *name, int l, const Pass *p) {
     In added = p->stream;
     added.x = NULL;
@@ -117,7 +116,7 @@ static void dump_layer(Model *m, int l, const Pass *p) {
     checkpoint_in(m, "l_out", l, p->stream, p->batch.n_rows);
 }
 
-static void dump_output(Model *m) {                    // also without output rows: truncates what an earlier dump left
+static void dump_output(Model *m) {                    // without output rows too: it truncates older files
     if (!m->dump_dir) return;
     checkpoint(m, "result_norm", OUT_OF_LAYERS, m->s.hidden, m->step.n_out, m->config.dim);
     checkpoint(m, "result_output", OUT_OF_LAYERS, m->s.logits, m->step.n_out, m->config.vocab);
