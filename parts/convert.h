@@ -1,32 +1,32 @@
-/* convert.h - verb_quantize() writes a model in another mixture of block formats.
+/* convert.h - verb_quantize() writes a model with other block formats.
  *
  * Uses load.h, base.h (threads, output files) and text.h (signals). Begin with verb_quantize(). */
 #ifndef CONVERT_H
 #define CONVERT_H
 
-// gemma4 quantize IN OUT TYPE: the same model in another mixture of block formats. Which tensor gets which type is the
-// mixture of published files (llama-quantize without an importance matrix); the order of keys and tensors is theirs too, so
-// that files are equal byte for byte. Tensors are streamed: converted in pieces by all threads, and written.
+// gemma4 quantize IN OUT TYPE: writes the same model with other block formats. The types of the tensors and the order
+// of keys and tensors are those of llama-quantize without an importance matrix, so files are equal byte for byte.
+// Tensors are streamed: all threads convert a few megabytes, then these are written.
 //
-// Converted are the matrices whose names end in "weight", except norms, routers (ffn_gate_inp) and the projection of the
-// per-layer embeddings; these stay as they are, as vectors and integers do. Recipes of float types have one type for all.
-// In the others a matrix gets, first match first:
-//   the head: output, or without it token_embd and per_layer_token_embd    Q6_K; Q8_0 in Q8_0 files, and where a row does
-//                                                                          not divide into the base type's blocks
+// Matrices whose names end in "weight" are converted, except norms, routers (ffn_gate_inp) and the projection of the
+// per-layer embeddings. All other tensors are copied. A recipe of a float type uses this type for all matrices. In the
+// other recipes the first line that matches decides:
+//   the head: output, or without it token_embd and per_layer_token_embd    Q6_K; Q8_0 in q8_0 files, and if a row is
+//                                                                          no whole number of the base type's blocks
 //   attn_k and attn_v of models with exactly 8 experts                     Q8_0
-//   attn_output of such models                                             Q5_K in files of base Q4_K
-//   attn_v, ffn_down and ffn_down_exps                                     the better type where the recipe says so
-//   the rest                                                               the base type
-// attn_v stands for a fused attn_qkv as well.
-// A row that does not divide into blocks of 256 falls back to blocks of 32 with as many bits or more, and if it does not
-// divide into these either, to F16. 26B-A4B needs that: its ffn_down has 2112 columns, its experts 704.
+//   attn_output of such models                                             Q5_K if the base type is Q4_K
+//   attn_v, ffn_down and ffn_down_exps                                     the better type in some layers: is_better()
+//   all others                                                             the base type
+// A fused attn_qkv counts as attn_v. If a row is not a whole number of blocks of 256, the matrix gets a type with
+// blocks of 32 and at least as many bits; if it is not a whole number of these either, F16. 26B-A4B needs this: its
+// ffn_down has 2112 columns, its experts have 704.
 
-typedef enum { NONE_BETTER, MORE_BITS, FIRST_BETTER } Better;       // which attn_v and ffn_down get the better type
+typedef enum { NONE_BETTER, MORE_BITS, FIRST_BETTER } Better;       // layers whose attn_v and ffn_down get it
 
 typedef struct {
     const char *name;
-    int    file_type;           // value of general.file_type
-    int    base, better;        // type of most matrices; of some attn_v and ffn_down
+    int    file_type;           // general.file_type
+    int    base, better;        // type of most matrices; of attn_v and ffn_down in some layers
     Better which;
 } Recipe;
 
@@ -41,7 +41,7 @@ static const Recipe recipes[] = {
 typedef struct {
     const Recipe *recipe;
     int  n_layers;
-    int  n_attn_v, i_attn_v;    // attn_v tensors of the file; of those, already met
+    int  n_attn_v, i_attn_v;    // attn_v tensors of the file; of these, seen so far
     bool has_output, has_8_experts;
 } Mixture;
 
@@ -51,7 +51,7 @@ static bool ends_with(GgufStr name, const char *end) {
     return name.n >= n && !memcmp(name.s + name.n - n, end, n);
 }
 
-static int layer_of(GgufStr name) {                     // -1: it belongs to no layer
+static int layer_of(GgufStr name) {                     // -1: it is outside the layers
     int layer = -1;
     if (name.n > 4 && !memcmp(name.s, "blk.", 4))
         for (size_t i = 4; i < name.n && i < 9 && name.s[i] >= '0' && name.s[i] <= '9'; i++)
@@ -59,7 +59,8 @@ static int layer_of(GgufStr name) {                     // -1: it belongs to no 
     return layer;
 }
 
-// MORE_BITS: the first and the last eighth, and every third between them. FIRST_BETTER: the first n_first.
+// Whether tensor i of n gets the better type. MORE_BITS: the first and the last eighth, and every third of the others.
+// FIRST_BETTER: the first n_first.
 static bool is_better(const Recipe *r, int i, int n, int n_first) {
     if (r->which == MORE_BITS) return i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
     return r->which == FIRST_BETTER && i < n_first;
@@ -69,7 +70,8 @@ static bool is_attn_v(GgufStr name) { return has_part(name, "attn_v.weight") || 
 
 static bool divides(const GgufTensor *t, int type) { return t->ne[0] % (uint64_t)gguf_block_elems(type) == 0; }
 
-// The type of a tensor in the new file. To be asked once per tensor, in the new file's order: attn_v are counted.
+// Returns the type of a tensor in the new file. Call it once per tensor, in the order of the new file: it counts
+// attn_v.
 static int mixture_type(Mixture *m, const GgufTensor *t) {
     const Recipe *r = m->recipe;
     const GgufStr name = t->name;
@@ -95,7 +97,7 @@ static int mixture_type(Mixture *m, const GgufTensor *t) {
     return divides(t, type) ? type : GGUF_F16;
 }
 
-// The order of quantised files: tensors of no layer, then layer by layer, each by name.
+// The order of llama-quantize: tensors outside the layers first, then layer by layer; within these by name.
 static int tensor_order(const void *a, const void *b) {
     const GgufTensor *x = *(const GgufTensor *const *)a, *y = *(const GgufTensor *const *)b;
     const int by_layer = layer_of(x->name) - layer_of(y->name);
@@ -140,7 +142,7 @@ static void write_model_output(const Output *o, const void *bytes, size_t n) {
         if (bar_shown) fprintf(stderr, "\n");
         _exit(128 + interrupted);
     }
-    if (err == EFAULT) on_lost_pages(SIGBUS);           // the same, met by the kernel
+    if (err == EFAULT) on_lost_pages(SIGBUS);           // the page fault happened in the system call
     if (err) die_output(o, "cannot write: %s; the old file is unchanged", strerror(err));
 }
 
@@ -152,18 +154,18 @@ static void close_model_output(Output *o) {
     if (err) die("%s: cannot write: %s; the old file is unchanged", o->path, strerror(err));
 }
 
-enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written at once; converted at once, a multiple of all blocks
-enum { NOT_FINITE = 1, TOO_LARGE = 2 };                 // what is wrong with values: in the source, for the new type
+enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written, converted at once; a multiple of all block sizes
+enum { NOT_FINITE = 1, TOO_LARGE = 2 };                 // bits: a value of the source; a value for the new type
 
 typedef struct {
     const GgufTensor *t;
     const uint8_t    *src;
     uint8_t          *dst;
     int               type;             // of dst
-    atomic_int       *bad;              // what is wrong with some values
+    atomic_int       *bad;              // NOT_FINITE | TOO_LARGE
 } ConvertJob;
 
-static void convert_some(const void *task, int first, int end) {
+static void convert_range(const void *task, int first, int end) {
     const ConvertJob *job = task;
     const int from_type = job->t->type, type = job->type;
     const size_t cols = (size_t)job->t->ne[0], in = gguf_row_size(from_type, cols), out = gguf_row_size(type, cols);
@@ -181,11 +183,11 @@ static void convert_some(const void *task, int first, int end) {
         }
 }
 
-// n_rows rows of a tensor from `src` to `dst` in another type; 0, or what is wrong with some of its values.
+// Converts n_rows rows of a tensor from `src` to `dst`. Returns 0, or NOT_FINITE | TOO_LARGE.
 static int convert_rows(const GgufTensor *t, const uint8_t *src, int type, uint8_t *dst, size_t n_rows) {
     atomic_int bad = 0;
     const ConvertJob job = { .t = t, .src = src, .dst = dst, .type = type, .bad = &bad };
-    parallel((int)n_rows, chunk_size((int)n_rows, 1), convert_some, &job);
+    parallel((int)n_rows, chunk_size((int)n_rows, 1), convert_range, &job);
     return bad;
 }
 
@@ -195,41 +197,89 @@ static const Recipe *find_recipe(const char *name) {
     die("%s: expected a type, one of q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32", name);
 }
 
-// An architecture's own integer key, or `otherwise` where the file has none.
-static int arch_int(Gguf *g, const char *key, int otherwise) {
+// Returns the integer key "ARCH.KEY", or `fallback` if the file lacks it.
+static int arch_int(Gguf *g, const char *key, int fallback) {
     GgufStr arch = { "", 0 };
     char full[128];
-    int64_t v = otherwise;
+    int64_t v = fallback;
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
     snprintf(full, sizeof full, "%.*s.%s", (int)(arch.n < 64 ? arch.n : 64), arch.s, key);
     if (gguf_get_int(g, full, 0, INT_MAX, &v) < 0) die_gguf(g);
     return (int)v;
 }
 
-typedef struct { const char *what; size_t done, total; } Bar;        // of bytes
+typedef struct { const char *what; size_t done, total; } Bar;        // the progress line; in bytes
 
-// Writes a tensor of the file `in` as `type`, with zeros up to a multiple of 32 bytes; returns how many bytes these
-// are. *piece is room that it may enlarge.
-static size_t write_tensor(const Output *o, const GgufTensor *t, int type, uint8_t **piece, const char *in, const Bar *bar) {
+// Writes a tensor of the file `in` as `type`, padded with zeros to a multiple of 32 bytes. Returns the bytes written.
+// *buffer is enlarged if it is too small.
+static size_t write_tensor(const Output *o, const GgufTensor *t, int type, uint8_t **buffer, const char *in,
+                           const Bar *bar) {
     static const uint8_t zeros[32];
     const size_t row = gguf_row_size(type, (size_t)t->ne[0]), in_row = gguf_row_size(t->type, (size_t)t->ne[0]);
     const size_t n_rows = (size_t)(t->ne[1] * t->ne[2] * t->ne[3]), step = row < PIECE_BYTES ? PIECE_BYTES / row : 1;
     const bool converts = type != t->type;
     if (converts) {
-        *piece = realloc(*piece, step * row);
-        if (!*piece) die_output(o, "out of memory: cannot allocate %zu bytes", step * row);
+        *buffer = realloc(*buffer, step * row);
+        if (!*buffer) die_output(o, "out of memory: cannot allocate %zu bytes", step * row);
     }
     for (size_t r = 0; r < n_rows; r += step) {
         const size_t n = n_rows - r < step ? n_rows - r : step, done = bar->done + (r + n) * row;
-        const int bad = converts ? convert_rows(t, t->data + r * in_row, type, *piece, n) : 0;
+        const int bad = converts ? convert_rows(t, t->data + r * in_row, type, *buffer, n) : 0;
         if (bad & NOT_FINITE) die_output(o, "tensor '%s' of %s has NaN or Inf values", shown(t->name), in);
-        if (bad) die_output(o, "tensor '%s' of %s has values too large for %s", shown(t->name), in, gguf_type_name(type));
-        write_model_output(o, converts ? *piece : t->data + r * in_row, n * row);
+        if (bad)
+            die_output(o, "tensor '%s' of %s has values too large for %s", shown(t->name), in, gguf_type_name(type));
+        write_model_output(o, converts ? *buffer : t->data + r * in_row, n * row);
         if (done < bar->total) progress(bar->what, done, bar->total, "B");
     }
     const size_t pad = round_up(n_rows * row, 32) - n_rows * row;
     write_model_output(o, zeros, pad);
     return n_rows * row + pad;
+}
+
+// Puts the keys of the new file: all keys of g but those that describe how it is quantised or split.
+static void put_model_keys(GgufWriter *w, const Gguf *g, const Recipe *recipe) {
+    for (size_t i = 0; i < g->n_kvs; i++) {
+        const GgufStr key = g->kvs[i].key;
+        const bool replaced = str_is(key, "general.file_type") || str_is(key, "general.quantization_version");
+        if (!replaced && !(key.n > 6 && !memcmp(key.s, "split.", 6))) gguf_put_kv(w, &g->kvs[i]);
+    }
+    gguf_put_u32(w, "general.quantization_version", 2);
+    gguf_put_u32(w, "general.file_type", (uint32_t)recipe->file_type);
+}
+
+// Puts the tensors of the new file: their order (g->n_tensors) and types. in: the name of the file g.
+static void put_model_tensors(GgufWriter *w, const Gguf *g, const char *in, Mixture *m, const GgufTensor **order,
+                              int *types) {
+    size_t n_requantised = 0;
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        order[i] = &g->tensors[i];
+        m->n_attn_v += is_attn_v(order[i]->name);
+    }
+    qsort(order, g->n_tensors, sizeof *order, tensor_order);
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        const GgufTensor *t = order[i];
+        types[i] = mixture_type(m, t);
+        if (types[i] != t->type && !gguf_type_supported(t->type))
+            die("%s: tensor '%s': expected a type that can be converted, got %s", in, shown(t->name),
+                gguf_type_name(t->type));
+        n_requantised += types[i] != t->type && is_quantised((DType)t->type) && is_quantised((DType)types[i]);
+        gguf_put_tensor(w, t->name, types[i], t->n_dims, t->ne);
+    }
+    if (n_requantised)
+        fprintf(stderr, "# warning: %zu tensors are already quantized; quantizing from f16 gives better quality\n",
+                n_requantised);
+}
+
+static void print_sizes(const Gguf *g, const char *out, size_t out_bytes, size_t data_bytes, double taken) {
+    const double mib = 1 << 20;
+    size_t n_elems = 0, in_bytes = 0;
+    for (size_t i = 0; i < g->n_tensors; i++) {
+        n_elems += n_elements(&g->tensors[i]);
+        in_bytes += (size_t)g->tensors[i].size;
+    }
+    fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out,
+            (double)in_bytes / mib, (double)out_bytes / mib,
+            n_elems ? 8 * (double)data_bytes / (double)n_elems : 0, taken, (double)in_bytes / 1e9 / taken);
 }
 
 static void verb_quantize(const char *in, const char *out, const char *type_name) {
@@ -240,58 +290,30 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     m.n_layers = arch_int(&g, "block_count", 0);
     m.has_8_experts = arch_int(&g, "expert_count", 0) == 8;
     m.has_output = gguf_find_tensor(&g, "output.weight") != NULL;
-    for (size_t i = 0; i < g.n_kvs; i++) {
-        const GgufStr key = g.kvs[i].key;
-        const bool ours = str_is(key, "general.file_type") || str_is(key, "general.quantization_version");
-        if (!ours && !(key.n > 6 && !memcmp(key.s, "split.", 6))) gguf_put_kv(&w, &g.kvs[i]);
-    }
-    gguf_put_u32(&w, "general.quantization_version", 2);
-    gguf_put_u32(&w, "general.file_type", (uint32_t)m.recipe->file_type);
-
     const GgufTensor **order = alloc_or_die(g.n_tensors, sizeof *order);
     int *types = alloc_or_die(g.n_tensors, sizeof *types);
-    size_t n_elems = 0, n_requantised = 0, in_bytes = 0;
-    for (size_t i = 0; i < g.n_tensors; i++) {
-        order[i] = &g.tensors[i];
-        m.n_attn_v += is_attn_v(order[i]->name);
-    }
-    qsort(order, g.n_tensors, sizeof *order, tensor_order);
-    for (size_t i = 0; i < g.n_tensors; i++) {
-        const GgufTensor *t = order[i];
-        types[i] = mixture_type(&m, t);
-        if (types[i] != t->type && !gguf_type_supported(t->type))
-            die("%s: tensor '%s': expected a type that can be converted, got %s", in, shown(t->name),
-                gguf_type_name(t->type));
-        n_requantised += types[i] != t->type && is_quantised((DType)t->type) && is_quantised((DType)types[i]);
-        n_elems += n_elements(t);
-        in_bytes += (size_t)t->size;
-        gguf_put_tensor(&w, t->name, types[i], t->n_dims, t->ne);
-    }
-    if (n_requantised)
-        fprintf(stderr, "# warning: %zu tensors are already quantized; quantizing from f16 gives better quality\n",
-                n_requantised);
+    put_model_keys(&w, &g, m.recipe);
+    put_model_tensors(&w, &g, in, &m, order, types);
     size_t head_size;
-    uint8_t *head = gguf_writer_head(&w, &head_size), *piece = NULL;
+    uint8_t *head = gguf_writer_head(&w, &head_size), *buffer = NULL;
     if (!head) die("out of memory: cannot allocate the header of %s", out);
 
     stop_on(SIGINT);
     stop_on(SIGTERM);
     stop_on(SIGHUP);
     Output o = open_model_output(out, in);
-    signal(SIGXFSZ, SIG_IGN);                           // a limit of the file size is an error like a full disk
-    const double t0 = seconds();
+    signal(SIGXFSZ, SIG_IGN);                           // a file size limit is an error like a full disk
+    const double start = seconds();
     const size_t total = head_size + (size_t)w.data_size;
     size_t at = head_size;
     progress(m.recipe->name, 0, total, "B");
     write_model_output(&o, head, head_size);
     for (size_t i = 0; i < g.n_tensors; i++)
-        at += write_tensor(&o, order[i], types[i], &piece, in, &(Bar){ m.recipe->name, at, total });
-    progress(m.recipe->name, total, total, "B");       // the line goes away
+        at += write_tensor(&o, order[i], types[i], &buffer, in, &(Bar){ m.recipe->name, at, total });
+    progress(m.recipe->name, total, total, "B");        // erases the progress line
     close_model_output(&o);
-    const double dt = seconds() - t0, mib = 1 << 20;
-    fprintf(stderr, "# %s: %.1f MiB to %.1f MiB, %.2f bits per weight, %.1f s, %.3f GB/s read\n", out, (double)in_bytes / mib,
-            (double)total / mib, n_elems ? 8 * (double)w.data_size / (double)n_elems : 0, dt, (double)in_bytes / 1e9 / dt);
-    free(piece);
+    print_sizes(&g, out, total, (size_t)w.data_size, seconds() - start);
+    free(buffer);
     free(head);
     free(types);
     free(order);
