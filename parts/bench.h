@@ -1,28 +1,27 @@
-/* bench.h - a model on this machine: verb_bench() measures its speed in the conventions of llama-bench, verb_check()
- * compares two backends on it, checkpoint by checkpoint, verb_ppl() measures how well it foretells a text. A part of
- * gemma4.c, which includes it.
+/* bench.h - measurements of a model: verb_bench() measures its speed as llama-bench does, verb_check() compares the
+ * checkpoints of two backends, verb_ppl() measures perplexity.
  *
- * Uses the model, generate.h, text.h and dump.h. Begin with verb_bench(), verb_check() or verb_ppl().
+ * Uses generate.h, session.h and text.h. Begin with verb_bench(), verb_check() or verb_ppl().
  *   [1] Bench    [2] Check    [3] Perplexity */
 #ifndef BENCH_H
 #define BENCH_H
 
 // ==== [1] Bench ======================================================================================================
-// ppN runs a prompt of N random tokens, tgN generates N tokens one by one; "@ dN" after N tokens in the context that have
-// really been run, or, "(random fill)", whose cache rows are random numbers: as many bytes to read, and no prompt to wait for.
-// vsN takes steps of N rows that all get logits and are never committed, as a verification of drafts does: all at one depth.
-// Where a drafter's guesses are taken for right by chance, tgN (forced) makes N tokens in steps with drafts: the text means
-// nothing, the time does. A warm-up, then repetitions: mean and standard deviation of tokens (rows) per second.
+// ppN runs a prompt of N random tokens; tgN generates N tokens one by one; vsN runs verification steps of N rows, none
+// of which is committed. "@ dN": with N tokens in the context. They are run first; with "(random fill)" the cache is
+// filled with random numbers instead, which takes no time and leaves as many bytes to read. tgN (forced) generates N
+// tokens in steps with drafts, of which a given fraction is accepted at random: the text means nothing, the time does.
+// Every test is run once to warm up, then several times: mean and standard deviation of tokens (vsN: rows) per second.
 
 typedef enum { FORMAT_MD, FORMAT_CSV, FORMAT_JSON, FORMAT_JSONL } Format;
 
-typedef struct {              // shares of guesses to be taken for right, by depth, each where all before are
-    float share[DRAFT_MAX];
-    int   depth;              // guesses in a step; 0: none
+typedef struct {              // drafts that are accepted at random
+    float accept_rate[DRAFT_MAX];      // by depth, of drafts whose parents are all accepted
+    int   depth;              // drafts in a step; 0: none
 } Forced;
 
 typedef struct {
-    IntList prompts, generated, rows, depths;          // 0 among the first three: not that test
+    IntList prompts, generated, rows, depths;          // an element 0 of the first three skips that test
     Forced forced;
     int n_runs;
     bool random_fill;
@@ -30,25 +29,25 @@ typedef struct {
 } BenchOptions;
 
 typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST, FORCED_TEST } BenchKind;
-enum { VERIFY_STEPS = 32 };   // of a run
+enum { VERIFY_STEPS = 32 };   // steps of a verification run
 
 typedef struct {
     Model   *m;
     int32_t *ids;             // (n_ctx) random
-    uint8_t *rings;           // the rings at the depth of the tests; global layers need no copy: rows above len are free
-    int      depth;           // tokens of session 0 at which these were taken
-    bool     filled;          // its rows are random numbers
+    uint8_t *rings;           // copy of the rings at `depth`; in global layers no row before the end is overwritten
+    int      depth;           // tokens in the context
+    bool     filled;          // the caches hold random numbers
     double   bandwidth;       // bytes/s of the memory, 0: not known
-    bool     has_joules;      // the device tells what it uses
-    size_t   free_before;     // bytes of the device before the model was loaded
+    bool     has_joules;      // the device reports the energy it uses
+    size_t   free_before;     // free bytes of the device before the model was loaded
     int      n_printed;
     Forced   forced;
     double   draft_seconds, verify_seconds;            // of the last run with drafts
-    int      n_passes, n_made;                         // its steps, and the tokens that these made
+    int      n_steps, n_made;                          // its steps with drafts; tokens made
 } Bench;
 
-// Makes n tokens, or a few more, with drafts in one step at least, of which as many are taken for right as chance has
-// it. As in sessions, a step is issued before the host knows the result of the one before.
+// Makes at least n tokens in steps with drafts, at least one. How many drafts are accepted is random. As in sessions, a
+// step is issued before the host knows the result of the last one.
 static void bench_forced(Bench *b, int n) {
     Model *m = b->m;
     const StepResult *v = m->result;
@@ -56,66 +55,76 @@ static void bench_forced(Bench *b, int n) {
     const int32_t seg = 0;
     double began = 0;
     b->draft_seconds = b->verify_seconds = 0;
-    b->n_passes = b->n_made = 0;
-    for (int pass = 0; b->n_made < n || !b->n_passes; pass++) {        // the first has no drafts yet: it makes one token
-        int right = 0;
-        while (pass && right < depth && random_unit(3, pass * DRAFT_MAX + right) < b->forced.share[right]) right++;
-        for (int r = 0; r <= depth; r++) m->chunk[r] = (StepRow){ .token = pass ? ON_DEVICE : b->ids[0], .output = true };
+    b->n_steps = b->n_made = 0;
+    for (int pass = 0; b->n_made < n || !b->n_steps; pass++) {     // the first pass has no drafts and makes one token
+        int accepted = 0;
+        while (pass && accepted < depth &&
+               random_unit(3, pass * DRAFT_MAX + accepted) < b->forced.accept_rate[accepted]) accepted++;
+        for (int r = 0; r <= depth; r++)
+            m->chunk[r] = (StepRow){ .token = pass ? ON_DEVICE : b->ids[0], .output = true };
         if (!pass) step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->chunk }, 1);
-        issue_verification(m, &seg, 1, depth, &(int32_t){ 1 + right });
+        issue_verification(m, &seg, 1, depth, &(int32_t){ 1 + accepted });
         for (int r = 0; r <= depth; r++) m->chunk[r].token = ON_DEVICE;
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1 + depth, .rows = m->chunk }, 1);
         read_result(m);
         if (pass) {
             b->verify_seconds += v->verified - began;
             b->draft_seconds += v->drafted - v->verified;
-            b->n_passes++;
+            b->n_steps++;
         }
-        b->n_made += 1 + right;
+        b->n_made += 1 + accepted;
         began = v->drafted;
     }
 }
 
-// Runs n random tokens from the end of the session on, as a prompt or one by one, or VERIFY_STEPS times as n drafts;
-// returns the seconds.
-static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
+// Runs n steps of `rows` rows after the end of session 0. As in sessions, a step is issued while the last one runs.
+static void bench_steps(Bench *b, int n, int rows, bool commits) {
     Model *m = b->m;
     const Ops *op = m->ops;
-    const double start = seconds();
     const int from = m->len[0];
-    if (kind == FORCED_TEST) {
-        bench_forced(b, n);
-        return seconds() - start;
-    }
-    const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
-    for (int i = 0, before = 0; i < n_steps; i++) {    // as in run_sessions(), a step is issued while one runs
-        const int rows = kind == VERIFY_TEST ? n : 1;
+    for (int i = 0, last = 0; i < n; i++) {
         for (int r = 0; r < rows; r++)
             m->chunk[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .output = true };
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
-        if (kind == GENERATE_TEST) commit_all(m);
-        const int mark = op->fence ? op->fence() : 0;
-        if (op->fence && i) op->wait_for(before);
-        before = mark;
+        if (commits) commit_all(m);
+        const int fence = op->fence ? op->fence() : 0;
+        if (op->fence && i) op->wait_for(last);
+        last = fence;
     }
-    if (kind == PROMPT_TEST && n) {
-        if (what) progress(what, 0, (size_t)n, "tokens");
-        for (int at = 0; at < n; ) {
-            at += run_chunk(m, 0, b->ids + from + at, n - at);
-            commit_all(m);
-            if (what) progress(what, (size_t)at, (size_t)n, "tokens");
-        }
+}
+
+static void bench_prompt(Bench *b, int n, const char *what) {          // what: text of a progress line; NULL: none
+    Model *m = b->m;
+    const int from = m->len[0];
+    if (what) progress(what, 0, (size_t)n, "tokens");
+    for (int at = 0; at < n; ) {
+        at += run_chunk(m, 0, b->ids + from + at, n - at);
+        commit_all(m);
+        if (what) progress(what, (size_t)at, (size_t)n, "tokens");
     }
-    op->wait();
+}
+
+// Runs one test with n tokens (VERIFY_TEST: steps of n rows) after the end of session 0. Returns the seconds.
+static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
+    const double start = seconds();
+    if (kind == FORCED_TEST) {                         // waits for its last result
+        bench_forced(b, n);
+        return seconds() - start;
+    }
+    if (kind == GENERATE_TEST) bench_steps(b, n, 1, true);
+    if (kind == VERIFY_TEST) bench_steps(b, VERIFY_STEPS, n, false);
+    if (kind == PROMPT_TEST && n) bench_prompt(b, n, what);
+    b->m->ops->wait();
     return seconds() - start;
 }
 
-// Bytes of random finite rows of a cache's type, as large as normed K and V are; or (scale) of the f16 scales beside them.
+// Fills `out` with random finite numbers in a cache's type, as large as normed K and V; or, scale, with f16 scales.
 static void random_rows(uint8_t *out, size_t bytes, KvType type, bool scale) {
     const bool codes = kv_group(type) && !scale;
     for (size_t i = 0; i < bytes / 4; i++) {
         float v[2];
-        for (int k = 0; k < 2; k++) v[k] = (3.4f * random_unit(2 + (uint64_t)k, (int32_t)i) - 1.7f) * (scale ? 0x1p-7f : 1);
+        for (int k = 0; k < 2; k++)
+            v[k] = (3.4f * random_unit(2 + (uint64_t)k, (int32_t)i) - 1.7f) * (scale ? 0x1p-7f : 1);
         uint16_t halves[2];
         for (int k = 0; k < 2; k++)
             halves[k] = codes ? (uint16_t)(int)(v[k] * 19000) :
@@ -124,33 +133,34 @@ static void random_rows(uint8_t *out, size_t bytes, KvType type, bool scale) {
     }
 }
 
-// Fills the caches of session 0, all slots of all layers: a piece of random rows, again and again.
+// Fills all slots of session 0's caches with random rows: one megabyte, repeated.
 static void fill_caches(Model *m) {
-    enum { PIECE = 1 << 20 };
+    enum { FILL_BYTES = 1 << 20 };
     const Ops *op = m->ops;
-    uint8_t *piece = alloc_or_die(PIECE, 1);
+    uint8_t *rows = alloc_or_die(FILL_BYTES, 1);
     for (int i = 0; i < m->n_caches; i++) {
         CachePart parts[CACHE_PARTS];
         const int n_parts = cache_parts(&m->caches[i], 0, parts);
         for (int k = 0; k < n_parts; k++) {
             const CachePart *p = &parts[k];
-            const size_t first = p->bytes < PIECE ? p->bytes : PIECE;
-            random_rows(piece, first, p->type, p->is_scale);
-            op->copy(&(Copy){ p->data, piece, first, COPY_IN });
+            const size_t first = p->bytes < FILL_BYTES ? p->bytes : FILL_BYTES;
+            random_rows(rows, first, p->type, p->is_scale);
+            op->copy(&(Copy){ p->data, rows, first, COPY_IN });
             for (size_t at = first; at < p->bytes; at += first)
                 op->copy(&(Copy){ p->data + at, p->data, p->bytes - at < first ? p->bytes - at : first, COPY_WITHIN });
         }
     }
     op->wait();
-    free(piece);
+    free(rows);
 }
 
-static void bench_to_depth(Bench *b, int depth, bool random_fill) {  // n tokens are run and kept, or made up
+// Makes session 0 `depth` tokens long.
+static void bench_to_depth(Bench *b, int depth, bool random_fill) {
     Model *m = b->m;
     char what[32];
     snprintf(what, sizeof what, "filling d%d", depth);
     if (random_fill) {
-        if (depth && !b->filled) fill_caches(m);       // once for all depths: every slot has a row
+        if (depth && !b->filled) fill_caches(m);       // fills all slots: once is enough for all depths
         b->filled |= depth > 0;
         set_length(m, 0, depth);
         m->n_written[0] = max_int(m->n_written[0], depth);
@@ -162,7 +172,8 @@ static void bench_to_depth(Bench *b, int depth, bool random_fill) {  // n tokens
     b->depth = depth;
 }
 
-static void print_text(const char *s, char quote) {    // csv: quotes are doubled, JSON: escaped. s is printable ASCII
+// Prints printable ASCII in quotes. quote: what precedes a quote in it, '"' in CSV, '\\' in JSON.
+static void print_text(const char *s, char quote) {
     putchar('"');
     for (; *s; s++) {
         if (*s == '"' || (*s == '\\' && quote == '\\')) putchar(quote);
@@ -184,8 +195,8 @@ static void print_csv(const NamedText *texts, int n_texts, const NamedNumber *nu
     for (int i = 0; i < n_numbers; i++) printf("%.12g%s", numbers[i].value, i + 1 < n_numbers ? "," : "\n");
 }
 
-// Bytes of this process in memory, the pages of the mapped file among them; 0: not known. Not the largest so far, which
-// measuring the bandwidth would decide.
+// Bytes of this process in memory, with pages of the mapped file; 0: not known. Not the peak, since measuring the
+// bandwidth takes more.
 static size_t resident_memory(void) {
     unsigned long long pages = 0;
     FILE *f = fopen("/proc/self/statm", "r");
@@ -200,22 +211,22 @@ static size_t planned_memory(const Model *m) {
     return p->weights + mapped + p->drafter + p->kv_global + p->kv_rings + p->staging + p->activations + p->scratch;
 }
 
-// What a device with memory of its own has lost since before the model was loaded, recorded steps and all; 0: there is none.
+// Device memory that is in use since the model was loaded, with recorded steps; 0: the device has no memory of its own.
 static size_t device_memory(const Bench *b) {
     size_t free_bytes = 0, total;
     if (b->m->plan.weights) b->m->ops->memory(&free_bytes, &total);
     return b->m->plan.weights && b->free_before > free_bytes ? b->free_before - free_bytes : 0;
 }
 
-typedef struct {              // of one test
+typedef struct {              // result of a test
     char   name[64];
     int    n;                 // tokens, or rows of a step
     BenchKind kind;
-    bool   filled;            // the context was, with random numbers
+    bool   filled;            // with random numbers in the context
     const double *speed;      // (n_runs) tokens (rows) per second
-    double mean, sd, rate;    // rate: bytes per second that a token's weights and cache rows come to
+    double mean, sd, rate;    // rate: bytes per second of weights and cache rows that are read
     double per_step, joules;  // launches of a step, energy of a token; 0: not known
-    double density;           // of blocks that a sparse prompt attended to; 0: it was dense
+    double density;           // fraction of the blocks that a sparse prompt attended to; 0: it was dense
 } BenchResult;
 
 static void model_size(const Model *m, double *bytes, double *params) {
@@ -227,28 +238,31 @@ static void model_size(const Model *m, double *bytes, double *params) {
     }
 }
 
+static void print_markdown_head(const Bench *b, int width) {           // width: of the column "test"
+    const bool launches = b->m->ops->launches != NULL;
+    const char *line = "------------------------------";
+    printf("| %-30s | %10s | %10s | %-10s | %7s | %*s | %20s | %18s |", "model", "size", "params", "backend", "threads",
+           width, "test", "t/s", "GB/s (of memory)");
+    if (launches) printf(" %8s |", "launches");
+    if (b->has_joules) printf(" %7s |", "J/token");
+    printf("\n| %s | ---------: | ---------: | ---------- | ------: | %.*s: | -------------------: | "
+           "-----------------: |", line, width - 1, line);
+    if (launches) printf(" -------: |");
+    if (b->has_joules) printf(" ------: |");
+    printf("\n");
+}
+
 static void print_markdown(const Bench *b, const BenchOptions *o, const BenchResult *r, bool first) {
     const Model *m = b->m;
     const Ops *op = m->ops;
     const int width = o->random_fill ? 30 : 15;
-    const char *line = "------------------------------";
     double bytes, params;
-    char size[32], count[32], mark[48], read_rate[48] = "";
-    if (first) {
-        printf("| %-30s | %10s | %10s | %-10s | %7s | %*s | %20s | %18s |", "model", "size", "params", "backend",
-               "threads", width, "test", "t/s", "GB/s (of memory)");
-        if (op->launches) printf(" %8s |", "launches");
-        if (b->has_joules) printf(" %7s |", "J/token");
-        printf("\n| %s | ---------: | ---------: | ---------- | ------: | %.*s: | -------------------: | "
-               "-----------------: |", line, width - 1, line);
-        if (op->launches) printf(" -------: |");
-        if (b->has_joules) printf(" ------: |");
-        printf("\n");
-    }
+    char size[32], count[32], speed[48], read_rate[48] = "";
+    if (first) print_markdown_head(b, width);
     model_size(m, &bytes, &params);
     snprintf(size, sizeof size, "%.2f %s", bytes / (bytes < 0x1p30 ? 0x1p20 : 0x1p30), bytes < 0x1p30 ? "MiB" : "GiB");
     snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
-    snprintf(mark, sizeof mark, "%.2f ± %.2f", r->mean, r->sd);
+    snprintf(speed, sizeof speed, "%.2f ± %.2f", r->mean, r->sd);
     if (r->kind == GENERATE_TEST)
         snprintf(read_rate, sizeof read_rate, b->bandwidth > 0 ? "%.2f (%.0f %%)" : "%.2f", r->rate * 1e-9,
                  b->bandwidth > 0 ? r->rate / b->bandwidth * 100 : 0);
@@ -256,14 +270,14 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
         snprintf(read_rate, sizeof read_rate, "pFlash%s: %.1f %%", m->options.pflash_density ? ", forced" : "",
                  100 * r->density);
     printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(m), size, count, op->name,
-           count_threads(), width, r->name, mark, read_rate);
+           count_threads(), width, r->name, speed, read_rate);
     if (op->launches && r->kind != PROMPT_TEST) printf(" %8.1f |", r->per_step);
-    if (op->launches && r->kind == PROMPT_TEST) printf(" %8s |", "");          // what cuBLAS launches is not known
+    if (op->launches && r->kind == PROMPT_TEST) printf(" %8s |", "");          // cuBLAS does not tell what it launches
     if (b->has_joules) printf(" %7.3f |", r->joules);
     printf("\n");
 }
 
-// The same as CSV or JSON, and more.
+// Prints a result as CSV or JSON, with more fields.
 static void print_fields(const Bench *b, const BenchOptions *o, const BenchResult *r, bool first) {
     const Model *m = b->m;
     double bytes, params;
@@ -275,11 +289,12 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "avg_ts", r->mean }, { "stddev_ts", r->sd }, { "read_bytes_per_s", r->rate },
         { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
         { "resident_bytes", (double)resident_memory() }, { "n_verify", r->kind == VERIFY_TEST ? r->n : 0 },
-        { "launches_per_step", r->per_step }, { "joules_per_token", r->joules }, { "device_bytes", (double)device_memory(b) },
+        { "launches_per_step", r->per_step }, { "joules_per_token", r->joules },
+        { "device_bytes", (double)device_memory(b) },
         { "n_drafted", r->kind == FORCED_TEST ? b->forced.depth : 0 },
-        { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)(b->n_made - 1) / b->n_passes : 0 },
-        { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_passes : 0 },
-        { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_passes : 0 },
+        { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)(b->n_made - 1) / b->n_steps : 0 },
+        { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_steps : 0 },
+        { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_steps : 0 },
         { "pflash_alpha", m->options.pflash }, { "pflash_forced", m->options.pflash_density },
         { "pflash_density", r->density } };
     const NamedText texts[] = {
@@ -302,7 +317,7 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
     printf("]\n  }");
 }
 
-// One test: runs it, prints its line.
+// Runs a test, and prints its result.
 static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     static const char *const kinds[] = { "pp", "tg", "vs", "tg" };
     Model *m = b->m;
@@ -312,10 +327,11 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
     const int n_rows = kind == VERIFY_TEST ? VERIFY_STEPS * n : n;
     const int at = snprintf(r.name, sizeof r.name, "%s%d", kinds[kind], n);
-    if (b->depth) snprintf(r.name + at, sizeof r.name - (size_t)at, " @ d%d%s", b->depth, r.filled ? " (random fill)" : "");
+    if (b->depth)
+        snprintf(r.name + at, sizeof r.name - (size_t)at, " @ d%d%s", b->depth, r.filled ? " (random fill)" : "");
     if (kind == FORCED_TEST) strcat(r.name, " (forced)");
-    read_density(m);                                   // forgets what filled the context
-    int64_t launches = 0;                              // before the last run, whose steps are all recorded
+    read_density(m);                                   // resets the counts of blocks
+    int64_t launches = 0;                              // up to the last run, in which all steps are recorded already
     for (int i = 0; i < o->n_runs; i++) {
         progress(r.name, i, o->n_runs, "runs");
         copy_rings(m, 0, b->rings, COPY_IN);
@@ -329,7 +345,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
         r.mean += speed[i] / o->n_runs;
     }
     r.density = kind == PROMPT_TEST ? read_density(m) : 0;
-    const int n_issued = kind == FORCED_TEST ? b->n_passes : n_steps;  // with drafts: a step and all that follows it
+    const int n_issued = kind == FORCED_TEST ? b->n_steps : n_steps;
     r.per_step = op->launches && n_issued ? (double)(op->launches() - launches) / n_issued : 0;
     progress(r.name, o->n_runs, o->n_runs, "runs");
     for (int i = 0; i < o->n_runs; i++) r.sd += (speed[i] - r.mean) * (speed[i] - r.mean);
@@ -339,31 +355,78 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     if (o->format == FORMAT_MD) print_markdown(b, o, &r, first);
     else print_fields(b, o, &r, first);
     if (o->format == FORMAT_MD && kind == FORCED_TEST)
-        fprintf(stderr, "# forced acceptance: %d draft tokens per step, %.2f tokens per step; %.3f ms to draft, %.3f ms to verify\n", b->forced.depth,
-                (double)(b->n_made - 1) / b->n_passes, 1e3 * b->draft_seconds / b->n_passes,
-                1e3 * b->verify_seconds / b->n_passes);
+        fprintf(stderr, "# forced acceptance: %d draft tokens per step, %.2f tokens per step; %.3f ms to draft, %.3f ms to verify\n",
+                b->forced.depth, (double)(b->n_made - 1) / b->n_steps, 1e3 * b->draft_seconds / b->n_steps,
+                1e3 * b->verify_seconds / b->n_steps);
     flush_output();
     free(speed);
 }
 
+// Sets the context and the output rows that the tests need.
+static void bench_limits(const BenchOptions *b, ModelOptions *o) {
+    int max_n = 1, max_depth = 0, max_rows = 0;
+    for (int i = 0; i < b->prompts.count; i++) max_n = max_int(max_n, b->prompts.n[i]);
+    for (int i = 0; i < b->generated.count; i++) max_n = max_int(max_n, b->generated.n[i]);
+    for (int i = 0; i < b->rows.count; i++) max_rows = max_int(max_rows, b->rows.n[i]);
+    if (b->forced.depth) max_rows = max_int(max_rows, b->forced.depth + 1);
+    for (int i = 0; i < b->depths.count; i++) max_depth = max_int(max_depth, b->depths.n[i]);
+    if (max_rows > STEP_ROWS) die("--rows: expected at most %d rows per step, got %d", STEP_ROWS, max_rows);
+    if (max_rows) max_n = max_int(max_n, max_rows + VERIFY_STEPS);     // ids that verification steps use
+    if (b->forced.depth) max_n += b->forced.depth + 2;
+    if (max_depth > MAX_CONTEXT - max_n)
+        die("-d: expected at most %d tokens in total, got %d and %d", MAX_CONTEXT, max_depth, max_n);
+    o->n_ctx = max_depth + max_n;
+    o->ctx_from = "-p, -n or -d";
+    o->n_logits = max_int(o->n_logits, max_rows);
+}
+
+// Steps of a new size are slow at first: products are chosen or loaded. A long prompt needs a whole chunk and its last
+// one.
+static void bench_warm_up(Bench *b, const BenchOptions *o) {
+    Model *m = b->m;
+    const int batch = m->options.n_batch;
+    int max_n = m->options.n_ctx;
+    for (int i = 0; i < o->depths.count; i++) max_n = min_int(max_n, m->options.n_ctx - o->depths.n[i]);
+    for (int k = 0; k < o->prompts.count; k++) {
+        const int n = o->prompts.n[k];
+        bench_run(b, n > 2 * batch ? batch + 1 + (n - 1) % batch : n, PROMPT_TEST, "warming up");
+        set_length(m, 0, 0);
+    }
+    bench_run(b, min_int(max_n, 4), GENERATE_TEST, NULL);
+    reset_session(m, 0);
+}
+
+// Runs a test for each n of a list.
+static void bench_list(Bench *b, const BenchOptions *o, const IntList *list, BenchKind kind) {
+    for (int k = 0; k < list->count; k++) {
+        const int n = list->n[k];
+        if (!n) continue;
+        if (kind == FORCED_TEST || kind == VERIFY_TEST) {              // another kind of step: it has its own warm-up
+            set_length(b->m, 0, b->depth);
+            bench_run(b, kind == FORCED_TEST ? 4 : n, kind, NULL);
+        }
+        bench_test(b, o, n, kind);
+    }
+}
+
+static void print_bench_end(const Bench *b, Format format) {
+    const double gib = 1 << 30, planned = (double)planned_memory(b->m), device = (double)device_memory(b);
+    if (format == FORMAT_JSON) printf("%s]\n", b->n_printed ? "\n" : "[");
+    if (format == FORMAT_MD) {
+        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, which includes the mapped pages of the model file.\n",
+               planned / gib, (double)resident_memory() / gib);
+        if (device > 0) printf("Device: %.3f GiB used, %.1f %% of the plan.\n", device / gib, 100 * device / planned);
+        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay "
+               "warm.\n", b->bandwidth * 1e-9);
+    }
+    flush_output();
+}
+
 static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const BenchOptions *b) {
-    int longest = 1, deepest = 0, widest = 0;
-    for (int i = 0; i < b->prompts.count; i++) longest = max_int(longest, b->prompts.n[i]);
-    for (int i = 0; i < b->generated.count; i++) longest = max_int(longest, b->generated.n[i]);
-    for (int i = 0; i < b->rows.count; i++) widest = max_int(widest, b->rows.n[i]);
-    if (b->forced.depth) widest = max_int(widest, b->forced.depth + 1);
-    for (int i = 0; i < b->depths.count; i++) deepest = max_int(deepest, b->depths.n[i]);
-    if (widest > STEP_ROWS) die("--rows: expected at most %d rows per step, got %d", STEP_ROWS, widest);
-    if (widest) longest = max_int(longest, widest + VERIFY_STEPS);     // so many ids are drafted
-    if (b->forced.depth) longest += b->forced.depth + 2;
-    if (deepest > MAX_CONTEXT - longest)
-        die("-d: expected at most %d tokens in total, got %d and %d", MAX_CONTEXT, deepest, longest);
-    o.n_ctx = deepest + longest;
-    o.ctx_from = "-p, -n or -d";
-    o.n_logits = max_int(o.n_logits, widest);
     Bench bench = { .m = alloc_or_die(1, sizeof *bench.m), .forced = b->forced };
     Model *m = bench.m;
     size_t total;
+    bench_limits(b, &o);
     bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
     bench.has_joules = ops->joules && ops->joules() >= 0;
     ops->memory(&bench.free_before, &total);
@@ -375,46 +438,17 @@ static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const 
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
     for (int i = 0; i < o.n_ctx; i++) bench.ids[i] = (int32_t)(random_unit(1, i) * (float)m->config.vocab);
     bench.rings = alloc_or_die(copy_rings(m, 0, NULL, COPY_OUT), 1);
-    for (int k = 0; k < b->prompts.count; k++) {       // every number of rows has products of its own, to be found or loaded:
-        const int n = b->prompts.n[k], batch = m->options.n_batch;     // a whole chunk and the last one
-        bench_run(&bench, n > 2 * batch ? batch + 1 + (n - 1) % batch : n, PROMPT_TEST, "warming up");
-        set_length(m, 0, 0);
-    }
-    bench_run(&bench, min_int(longest, 4), GENERATE_TEST, NULL);
-    reset_session(m, 0);
+    bench_warm_up(&bench, b);
     for (int i = 0; i < b->depths.count; i++) {
         bench_to_depth(&bench, b->depths.n[i], b->random_fill);
-        for (int k = 0; k < b->prompts.count; k++)
-            if (b->prompts.n[k]) bench_test(&bench, b, b->prompts.n[k], PROMPT_TEST);
-        for (int k = 0; k < b->generated.count; k++)
-            if (b->generated.n[k]) bench_test(&bench, b, b->generated.n[k], GENERATE_TEST);
-        for (int k = 0; k < b->generated.count && b->forced.depth; k++) {
-            if (!b->generated.n[k]) continue;
-            set_length(m, 0, bench.depth);
-            bench_run(&bench, 4, FORCED_TEST, NULL);
-            bench_test(&bench, b, b->generated.n[k], FORCED_TEST);
-        }
-        for (int k = 0; k < b->rows.count; k++) {
-            if (!b->rows.n[k]) continue;
-            set_length(m, 0, bench.depth);
-            bench_run(&bench, b->rows.n[k], VERIFY_TEST, NULL);      // its own warm-up: every number of rows is another step
-            bench_test(&bench, b, b->rows.n[k], VERIFY_TEST);
-        }
+        bench_list(&bench, b, &b->prompts, PROMPT_TEST);
+        bench_list(&bench, b, &b->generated, GENERATE_TEST);
+        if (b->forced.depth) bench_list(&bench, b, &b->generated, FORCED_TEST);
+        bench_list(&bench, b, &b->rows, VERIFY_TEST);
         copy_rings(m, 0, bench.rings, COPY_IN);
         set_length(m, 0, bench.depth);
     }
-    const double gib = 1 << 30;
-    if (b->format == FORMAT_JSON) printf("%s]\n", bench.n_printed ? "\n" : "[");
-    if (b->format == FORMAT_MD) {
-        printf("\nMemory: %.3f GiB planned, %.3f GiB resident, which includes the mapped pages of the model file.\n",
-               (double)planned_memory(m) / gib, (double)resident_memory() / gib);
-        if (device_memory(&bench))
-            printf("Device: %.3f GiB used, %.1f %% of the plan.\n", (double)device_memory(&bench) / gib,
-                   100 * (double)device_memory(&bench) / (double)planned_memory(m));
-        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows that a token reads, once; file and caches are warm.\n",
-               bench.bandwidth * 1e-9);
-    }
-    flush_output();
+    print_bench_end(&bench, b->format);
     free(bench.ids);
     free(bench.rings);
     free_model(m);
@@ -422,17 +456,18 @@ static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const 
 }
 
 // ==== [2] Check ======================================================================================================
-// Two backends run the same text on the same file: once as a step of few rows, whose rounding is the same on both, and once
-// as a prompt, whose products may be rounded otherwise (gemma4.h, contract 6): only the first one is judged. The second backend
-// is the CPU, or the definition itself (parts/reference.h), which takes some nanoseconds for each weight and row.
+// Two backends run the same text with the same file: as a step of few rows, which both round in the same way, and as a
+// prompt, which they may round differently (gemma4.h, contract 6). Only the first is judged. The second backend is the
+// CPU, or the reference (parts/reference.h), which takes some nanoseconds for each weight and row.
 
 typedef struct {
     char   name[24];
-    int    layer;             // where the share is largest
-    double off, size, share;  // largest |difference|, largest |value|, off / size there
+    int    layer;             // the one with the largest ratio
+    double off, size, ratio;  // of that layer: largest |difference|, largest |value|, off / size
 } Difference;
+enum { MAX_DIFFERENCES = 32 };
 
-// What a backend makes of the first n ids in one step; freed by the caller with free_model and free.
+// Runs n ids in one step on a backend, and keeps all checkpoints. The caller frees the model with free_model and free.
 static Model *check_run(const char *path, const Ops *ops, ModelOptions o, const int32_t *ids, int n) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, "");
@@ -441,7 +476,7 @@ static Model *check_run(const char *path, const Ops *ops, ModelOptions o, const 
     return m;
 }
 
-// Mean KL divergence in nats of the next token, of the softmax of p from that of q; rows of n logits.
+// Mean KL divergence, in nats, of the next token's distribution: KL(softmax(p) || softmax(q)), over rows of n logits.
 static double mean_divergence(const float *p, const float *q, int rows, int n) {
     double sum = 0;
     for (int r = 0; r < rows; r++, p += n, q += n) {
@@ -451,58 +486,68 @@ static double mean_divergence(const float *p, const float *q, int rows, int n) {
     return sum / rows;
 }
 
-// Prints what differs, worst layer per name, in the order of the model. Returns the divergence of the logits.
+// Compares two checkpoints, and notes the result in found (n) if its ratio is the largest of its name so far. Returns
+// n.
+static int add_difference(Difference *found, int n, const Checkpoint *x, const Checkpoint *y) {
+    const size_t n_values = (size_t)x->n_rows * (size_t)x->cols;
+    double off = 0, size = 0;
+    for (size_t i = 0; i < n_values; i++) {
+        const double d = fabs((double)x->data[i] - (double)y->data[i]);
+        if (d > off || isnan(d)) off = d;              // a NaN stays
+        size = fmax(size, fabs((double)x->data[i]));
+    }
+    int k = 0;
+    while (k < n && strcmp(found[k].name, x->name)) k++;
+    if (k == MAX_DIFFERENCES) return n;
+    if (k == n) {
+        n++;
+        found[k] = (Difference){ .ratio = -1 };
+        memcpy(found[k].name, x->name, sizeof x->name);
+    }
+    const double ratio = off == 0 ? 0 : off / size;
+    if (ratio > found[k].ratio || (isnan(ratio) && !isnan(found[k].ratio))) {
+        found[k].off = off;
+        found[k].size = size;
+        found[k].ratio = ratio;
+        found[k].layer = x->layer;
+    }
+    return n;
+}
+
+// Prints the differences between two runs: for each checkpoint the layer where they differ most. Returns the divergence
+// of the logits.
 static double check_compare(const Model *a, const Model *b, const char *what) {
-    Difference found[32];
+    Difference found[MAX_DIFFERENCES];
     int n_found = 0;
     double divergence = NAN;
-    if (a->n_checkpoints != b->n_checkpoints) die("check: got %d checkpoints and %d", a->n_checkpoints, b->n_checkpoints);
+    if (a->n_checkpoints != b->n_checkpoints)
+        die("check: got %d checkpoints and %d", a->n_checkpoints, b->n_checkpoints);
     for (int i = 0; i < a->n_checkpoints; i++) {
         const Checkpoint *x = &a->checkpoints[i], *y = &b->checkpoints[i];
-        const size_t n = (size_t)x->n_rows * (size_t)x->cols;
-        double off = 0, size = 0;
-        for (size_t k = 0; k < n; k++) {
-            const double d = fabs((double)x->data[k] - (double)y->data[k]);
-            if (d > off || isnan(d)) off = d;          // a NaN stays
-            size = fmax(size, fabs((double)x->data[k]));
-        }
-        int k = 0;
-        while (k < n_found && strcmp(found[k].name, x->name)) k++;
-        if (k == n_found && n_found < 32) {
-            n_found++;
-            found[k] = (Difference){ .share = -1 };
-            memcpy(found[k].name, x->name, sizeof x->name);
-        }
-        const double share = off == 0 ? 0 : off / size;
-        if (k < n_found && (share > found[k].share || (isnan(share) && !isnan(found[k].share)))) {
-            found[k].off = off;
-            found[k].size = size;
-            found[k].share = share;
-            found[k].layer = x->layer;
-        }
+        n_found = add_difference(found, n_found, x, y);
         if (!strcmp(x->name, "result_output")) divergence = mean_divergence(x->data, y->data, x->n_rows, x->cols);
     }
     printf("%s\n| checkpoint         | layer | largest value | largest difference | share   |\n"
            "| ------------------ | ----: | ------------: | -----------------: | ------: |\n", what);
     for (int k = 0; k < n_found; k++)
-        printf("| %-18s | %5d | %13.4g | %18.3g | %7.1e |\n", found[k].name, found[k].layer, found[k].size, found[k].off,
-               found[k].share);
+        printf("| %-18s | %5d | %13.4g | %18.3g | %7.1e |\n", found[k].name, found[k].layer, found[k].size,
+               found[k].off, found[k].ratio);
     printf("next token: mean KL divergence %.3g\n\n", divergence);
     return divergence;
 }
 
-// Mean KL divergence in nats of what a backend makes of n ids as one prompt from what it makes of them in steps of `few` rows.
+// Mean KL divergence, in nats, between n ids run in steps of `few` rows and run as one prompt, on one backend.
 static double prompt_divergence(const char *path, const Ops *ops, ModelOptions o, const int32_t *ids, int n, int few) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, NULL);
     const size_t vocab = (size_t)m->config.vocab;
     float *logits[2];
     for (int k = 0; k < 2; k++) {
-        const int most = k ? n : few;
+        const int max_rows = k ? n : few;
         logits[k] = alloc_or_die((size_t)n * vocab, sizeof(float));
         reset_session(m, 0);
-        for (int at = 0; at < n; at += most) {
-            const int rows = min_int(most, n - at);
+        for (int at = 0; at < n; at += max_rows) {
+            const int rows = min_int(max_rows, n - at);
             for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
             step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
             for (int i = 0; i < rows; i++) read_logits(m, i, logits[k] + (size_t)(at + i) * vocab);
@@ -517,14 +562,14 @@ static double prompt_divergence(const char *path, const Ops *ops, ModelOptions o
     return divergence;
 }
 
-// gemma4 check: exit status 1 when the next-token distributions of the step of few rows differ by more than CHECK_LIMIT nats.
+// gemma4 check: dies if the next-token distributions of the step of few rows differ by more than CHECK_LIMIT nats.
 #define CHECK_LIMIT 0.05
 static int verb_check(const char *model, const Ops *ops, const Ops *other, ModelOptions o) {
     static const char text[] =
-        "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, lit the "
-        "lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i < n; i++) sum += "
-        "x[i]; On Sundays his daughter came with bread, apples and the newspaper, and they read it to each other until the "
-        "tea was cold.";
+        "The old lighthouse stood on a rock above the sea. Every evening at 7:45 the keeper climbed its 203 steps, "
+        "lit the lamp and wrote one line into a book: the wind, the ships, the colour of the sky. for (int i = 0; i "
+        "< n; i++) sum += x[i]; On Sundays his daughter came with bread, apples and the newspaper, and they read it "
+        "to each other until the tea was cold.";
     enum { FEW = 16, MANY = STEP_ROWS + 32 };
     if (ops == other)
         die("check: compares a GPU with the CPU, but this build found no GPU it can use; try --against reference");
@@ -567,35 +612,36 @@ static int verb_check(const char *model, const Ops *ops, const Ops *other, Model
 }
 
 // ==== [3] Perplexity =================================================================================================
-// How well the model foretells a text, counted as llama-perplexity counts it. The ids of the text are cut into chunks of
-// n_ctx, each begins with <bos> in place of its first id, and each id of its second half is judged by those before it in
-// the chunk. With a stride chunks have n_ctx + stride / 2 ids, begin `stride` ids apart, and the last `stride` of each
-// are judged.   PPL = exp(mean of -log p), its error from the deviation of -log p.
+// How well the model predicts a text, computed as llama-perplexity does. The ids of the text are cut into chunks of
+// n_ctx. The first id of each chunk is replaced by <bos>. Each id of the second half is judged: its probability, given
+// the ids before it in the chunk. With a stride, chunks have n_ctx + stride / 2 ids and begin `stride` ids apart; the
+// last `stride` ids of each are judged.   PPL = exp(mean of -log p); its error follows from the standard deviation of
+// -log p.
 //
-// A base file keeps the distributions of one run, so that another run, with other weights or another cache, is compared
-// with them id by id: the divergence KL(base || run), whether both have the same first choice, by how much the id's
-// probability differs. Little-endian:
+// A base file holds the distributions of a run. Another run, with other weights or another cache type, is compared with
+// it id by id: the divergence KL(base || run), whether the most probable id is the same, and the difference of the id's
+// probability. All fields are little-endian:
 //
 //   offset  bytes  field
 //        0      8  magic "GEMMA4P\n"
 //        8      4  version, 1                         12   4  vocabulary
-//       16      4  ids of a chunk                     20   4  of these judged
+//       16      4  ids of a chunk                     20   4  judged ids of a chunk
 //       24      4  stride; 0: none                    28   4  chunks
-//       32      8  hash of the tokenizer, as in a session's file
+//       32      8  hash of the tokenizer, as in a session file
 //       40      8  hash of the ids of all chunks
 //       48      8  bytes of the whole file            56   8  hash of the header before this field
-//       64         rows: of each judged id f32 log p of the id, f32 least log p, f32 step, u32 likeliest id, and
-//                  (log p - least) / step of every id as u16, an even number of them
+//       64         a row for each judged id: f32 log p of the id, f32 smallest log p, f32 step, u32 most probable id,
+//                  and for every id (log p - smallest) / step as u16, padded to an even number
 //   end - 8     8  hash of everything before
 //
-// So a log p is off by half a step, 1 / 131070 of what lies between the likeliest and the least likely id (under the
-// soft-cap of 30 at most 60 nats, so 4.6e-4); the id's own is exact, and sums are made 1 again. Equal runs diverge by
-// less than 4e-8 nats, others are off by less than half a step times the mean |log p - log q|: test_ppl sees less than
-// 1e-3 of a divergence.
+// The error of a stored log p is at most half a step: 1 / 131070 of the distance between the most and the least
+// probable id, which with the soft-cap of 30 is at most 60 nats, so 4.6e-4. The id's own log p is exact. Sums of
+// probabilities are normalised to 1. Equal runs have a divergence below 4e-8 nats; the error of others is below half a
+// step times the mean of |log p - log q|: test_ppl finds less than 1e-3 of the divergence.
 
 typedef struct {
-    int  n_ctx, stride, n_chunks;      // stride 0: none; n_chunks 0: as many as the text has
-    const char *base, *compare;        // file to write, to compare with; or NULL
+    int  n_ctx, stride, n_chunks;      // stride 0: none; n_chunks 0: all of the text
+    const char *base, *compare;        // base file to write, to compare with; or NULL
     Format format;
 } PplOptions;
 
@@ -606,11 +652,11 @@ typedef struct {
 } PplHeader;
 _Static_assert(sizeof(PplHeader) == 64, "the table above");
 
-typedef struct { float log_p, least, step; uint32_t best; } PplRow;    // what a row of the file begins with
+typedef struct { float log_p, min, step; uint32_t best; } PplRow;      // the beginning of a row of the file
 
-enum { PPL_ROWS = 256, PPL_PIECE = 16 };               // rows of logits of a step; of these on the host at a time
+enum { PPL_ROWS = 256, PPL_PIECE = 16 };               // output rows of a step; rows that the host copies at once
 
-typedef struct {                       // of one judged id
+typedef struct {                       // a judged id
     double log_p, base_log_p, divergence;
     bool   same_best;
 } Judged;
@@ -618,18 +664,18 @@ typedef struct {                       // of one judged id
 typedef struct {
     Model      *m;
     const PplOptions *o;
-    FileStream  file;                  // of base or compare, if there is one
+    FileStream  file;                  // the base file, if there is one
     int         vocab;
     size_t      row_bytes;             // of the file
     float      *logits;                // (PPL_PIECE, vocab)
     uint8_t    *rows;                  // (PPL_PIECE, row_bytes)
-    Judged     *judged;                // (n) in the order of the text
+    Judged     *judged;                // (n) in text order
     int         n;
 } Ppl;
 
 typedef struct {                       // means with their standard errors
     double log_p, ppl, ppl_error, seconds;
-    double base_ppl, ratio, ratio_error, divergence, divergence_error, median, p99, p999, most, same, same_error, rms;
+    double base_ppl, ratio, ratio_error, divergence, divergence_error, median, p99, p999, max, same, same_error, rms;
 } PplResult;
 
 static uint64_t ppl_ids_hash(const int32_t *ids, size_t n) {
@@ -642,7 +688,7 @@ static int ppl_chunk(const PplOptions *o) { return o->n_ctx + o->stride / 2; }
 static int ppl_judged(const PplOptions *o) { return o->stride ? o->stride : o->n_ctx - 1 - o->n_ctx / 2; }
 static int ppl_apart(const PplOptions *o) { return o->stride ? o->stride : o->n_ctx; }
 
-typedef struct { Ppl *p; int first; } PplWork;         // the piece's row 0 is judged id `first`
+typedef struct { Ppl *p; int first; } PplWork;         // first: number of the judged id of row 0
 
 static void write_base_rows(const void *task, int begin, int end) {
     const PplWork *w = task;
@@ -651,17 +697,17 @@ static void write_base_rows(const void *task, int begin, int end) {
         const double sum = logsumexp(z, w->p->vocab);
         uint8_t *out = w->p->rows + (size_t)r * w->p->row_bytes;
         uint16_t *code = (uint16_t *)(void *)(out + sizeof(PplRow));
-        float least = z[0];
+        float min = z[0];
         uint32_t best = 0;
         for (int i = 1; i < w->p->vocab; i++) {
-            if (z[i] < least) least = z[i];
+            if (z[i] < min) min = z[i];
             if (z[i] > z[best]) best = (uint32_t)i;
         }
-        const float step = (z[best] - least) / 65535;
-        const PplRow row = { (float)w->p->judged[w->first + r].log_p, (float)(least - sum), step, best };
+        const float step = (z[best] - min) / 65535;
+        const PplRow row = { (float)w->p->judged[w->first + r].log_p, (float)(min - sum), step, best };
         memcpy(out, &row, sizeof row);
         for (int i = 0; i < w->p->vocab; i++)
-            code[i] = step > 0 ? (uint16_t)min_int(65535, (int)lrintf((z[i] - least) / step)) : 0;
+            code[i] = step > 0 ? (uint16_t)min_int(65535, (int)lrintf((z[i] - min) / step)) : 0;
         if (w->p->vocab % 2) code[w->p->vocab] = 0;
     }
 }
@@ -676,10 +722,10 @@ static void compare_rows(const void *task, int begin, int end) {
         PplRow row;
         memcpy(&row, in, sizeof row);
         const double sum = logsumexp(z, vocab);
-        double total = 0, divergence = 0;              // of exp(log p), of that times the difference of logs
+        double total = 0, divergence = 0;              // sums of p and of p * (log p - log q)
         int best = 0;
         for (int i = 0; i < vocab; i++) {
-            const double base = row.least + (double)row.step * code[i], p = exp(base);
+            const double base = row.min + (double)row.step * code[i], p = exp(base);
             total += p;
             divergence += p * (base - (z[i] - sum));
             if (z[i] > z[best]) best = i;
@@ -691,14 +737,15 @@ static void compare_rows(const void *task, int begin, int end) {
     }
 }
 
-// The last step's rows of logits, which are followed by the ids next (n).
+// Judges the n output rows of the last step: ids next[i] follow them.
 static void judge_rows(Ppl *p, const int32_t *next, int n) {
     Model *m = p->m;
     const Ops *op = m->ops;
     const size_t vocab = (size_t)p->vocab;
     float log_p[PPL_ROWS];
-    op->copy(&(Copy){ m->s.chosen, next, (size_t)n * sizeof *next, COPY_IN });         // nobody samples, nor reads hidden
-    op->logprob(&(Logprob){ .n_rows = n, .vocab = p->vocab, .logits = m->s.logits, .ids = m->s.chosen, .out = m->s.hidden });
+    op->copy(&(Copy){ m->s.chosen, next, (size_t)n * sizeof *next, COPY_IN });         // free: nothing is sampled
+    op->logprob(&(Logprob){ .n_rows = n, .vocab = p->vocab, .logits = m->s.logits, .ids = m->s.chosen,
+                            .out = m->s.hidden });
     op->copy(&(Copy){ log_p, m->s.hidden, (size_t)n * sizeof *log_p, COPY_OUT });
     op->wait();
     for (int r = 0; r < n; r++) {
@@ -707,40 +754,41 @@ static void judge_rows(Ppl *p, const int32_t *next, int n) {
         p->judged[p->n + r] = (Judged){ .log_p = log_p[r] };
     }
     for (int at = 0; at < n && (p->o->base || p->o->compare); at += PPL_PIECE) {
-        const int some = min_int(n - at, PPL_PIECE);
+        const int rows = min_int(n - at, PPL_PIECE);
         const PplWork work = { p, p->n + at };
-        op->copy(&(Copy){ p->logits, m->s.logits + (size_t)at * vocab, (size_t)some * vocab * sizeof(float), COPY_OUT });
+        op->copy(&(Copy){ p->logits, m->s.logits + (size_t)at * vocab, (size_t)rows * vocab * sizeof(float),
+                          COPY_OUT });
         op->wait();
-        if (p->o->compare) stream_get(&p->file, p->rows, (size_t)some * p->row_bytes, false);
+        if (p->o->compare) stream_get(&p->file, p->rows, (size_t)rows * p->row_bytes, false);
         if (p->o->compare && p->file.err) die("--kld: %s: %s", p->o->compare, strerror(p->file.err));
-        parallel(some, 1, p->o->compare ? compare_rows : write_base_rows, &work);
-        if (p->o->base) stream_put(&p->file, p->rows, (size_t)some * p->row_bytes, false);
+        parallel(rows, 1, p->o->compare ? compare_rows : write_base_rows, &work);
+        if (p->o->base) stream_put(&p->file, p->rows, (size_t)rows * p->row_bytes, false);
     }
     p->n += n;
 }
 
-// Runs a chunk (n ids) from an empty session; its ids from number `first` + 1 on are judged.
+// Runs a chunk of n ids in an empty session, and judges those after number `first`.
 static void judge_chunk(Ppl *p, const int32_t *ids, int n, int first) {
     Model *m = p->m;
     reset_session(m, 0);
     for (int at = 0; at < n - 1; ) {
-        int rows = 0, wanted = 0;
-        for (; at + rows < n - 1 && rows < m->options.n_batch && wanted < m->options.n_logits; rows++) {
+        int rows = 0, n_out = 0;
+        for (; at + rows < n - 1 && rows < m->options.n_batch && n_out < m->options.n_logits; rows++) {
             m->chunk[rows] = (StepRow){ .token = ids[at + rows], .output = at + rows >= first };
-            wanted += m->chunk[rows].output;
+            n_out += m->chunk[rows].output;
         }
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk,
-                            .more = max_int(n - at - rows, DENSE_ROWS) },
-             1);                                       // where prompts are sparse, no row is one of a prompt's last
-        if (wanted) judge_rows(p, ids + at + rows - wanted + 1, wanted);
+        const int more = max_int(n - at - rows, DENSE_ROWS);           // if prompts are sparse, all rows are
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk, .more = more }, 1);
+        if (n_out) judge_rows(p, ids + at + rows - n_out + 1, n_out);
         commit_all(m);
         at += rows;
     }
 }
 
 static PplHeader ppl_header(const Model *m, const PplOptions *o, const int32_t *ids) {
-    PplHeader h = { .magic = "GEMMA4P", .version = 1, .vocab = (uint32_t)m->config.vocab, .chunk = (uint32_t)ppl_chunk(o),
-                    .judged = (uint32_t)ppl_judged(o), .stride = (uint32_t)o->stride, .n_chunks = (uint32_t)o->n_chunks };
+    PplHeader h = { .magic = "GEMMA4P", .version = 1, .vocab = (uint32_t)m->config.vocab,
+                    .chunk = (uint32_t)ppl_chunk(o), .judged = (uint32_t)ppl_judged(o), .stride = (uint32_t)o->stride,
+                    .n_chunks = (uint32_t)o->n_chunks };
     uint64_t model, weights;
     h.magic[7] = '\n';
     hash_model(&m->gguf, &model, &h.tokenizer, &weights);
@@ -753,6 +801,7 @@ static PplHeader ppl_header(const Model *m, const PplOptions *o, const int32_t *
     return h;
 }
 
+// Opens the base file to compare with. own: the header that this run would write.
 static void open_base(Ppl *p, const PplHeader *own) {
     const char *path = p->o->compare;
     struct stat st;
@@ -761,7 +810,8 @@ static void open_base(Ppl *p, const PplHeader *own) {
     if (p->file.fd < 0 || fstat(p->file.fd, &st)) die("--kld: %s: %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode) || st.st_size < (off_t)(sizeof h + sizeof(uint64_t)))
         die("--kld: %s: expected a file written by --kld-base, got %lld bytes", path, (long long)st.st_size);
-    if (read(p->file.fd, &h, sizeof h) != sizeof h || memcmp(h.magic, own->magic, sizeof h.magic) || h.version != own->version)
+    if (read(p->file.fd, &h, sizeof h) != sizeof h || memcmp(h.magic, own->magic, sizeof h.magic) ||
+        h.version != own->version)
         die("--kld: %s: expected a file written by --kld-base, got another file", path);
     Hash hash = hash_new();
     hash_add(&hash, &h, offsetof(PplHeader, hash));
@@ -773,17 +823,17 @@ static void open_base(Ppl *p, const PplHeader *own) {
         { "bytes", h.file_bytes, (uint64_t)st.st_size } };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].got != fields[i].want && !strcmp(fields[i].name, "bytes"))
-            die("--kld: %s: expected %" PRIu64 " bytes, got %" PRIu64 ": the file is truncated or damaged", path, fields[i].got,
-                fields[i].want);
+            die("--kld: %s: expected %" PRIu64 " bytes, got %" PRIu64 ": the file is truncated or damaged", path,
+                fields[i].got, fields[i].want);
         else if (fields[i].got != fields[i].want)
-            die("--kld: %s: %s: expected %" PRIu64 " as in this run, got %" PRIu64, path, fields[i].name, fields[i].want,
-                fields[i].got);
+            die("--kld: %s: %s: expected %" PRIu64 " as in this run, got %" PRIu64, path, fields[i].name,
+                fields[i].want, fields[i].got);
     lseek(p->file.fd, 0, SEEK_SET);
     p->file.total = h.file_bytes;
     stream_get(&p->file, NULL, sizeof h, false);
 }
 
-static void close_base(Ppl *p) {                       // the checksum at its end
+static void close_base(Ppl *p) {                       // writes or compares the checksum
     uint64_t hash = 0;
     if (p->o->base) {
         stream_flush(&p->file);
@@ -803,61 +853,75 @@ static int compare_judged(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static double ppl_quantile(const Judged *sorted, int n, double share) {
-    const double at = share * (n - 1);
+static double ppl_quantile(const Judged *sorted, int n, double fraction) {
+    const double at = fraction * (n - 1);
     const int i = (int)at;
     return sorted[i].divergence + (at - i) * (sorted[min_int(i + 1, n - 1)].divergence - sorted[i].divergence);
 }
 
-// Mean and standard error of n numbers that come to these sums.
+// Returns the standard error of the mean of n numbers, from their sum and the sum of their squares.
 static double mean_error(double sum, double squares, int n, double *mean) {
     *mean = sum / n;
     const double variance = squares / n - *mean * *mean;
     return n > 1 && variance > 0 ? sqrt(variance / (n - 1)) : 0;
 }
 
-static PplResult sum_up(Judged *judged, int n) {       // orders them by divergence
+static PplResult sum_up(Judged *judged, int n) {       // sorts them by divergence
     PplResult r = { 0 };
-    double s[9] = { 0 }, base, ratio;
+    double log_p = 0, log_p2 = 0, base = 0, worse = 0, worse2 = 0, kld = 0, kld2 = 0, delta_p2 = 0, same = 0, ratio;
     for (int i = 0; i < n; i++) {
         const Judged *j = &judged[i];
-        const double worse = j->base_log_p - j->log_p, dp = exp(j->log_p) - exp(j->base_log_p);
-        s[0] += -j->log_p, s[1] += j->log_p * j->log_p;
-        s[2] += -j->base_log_p;
-        s[3] += worse, s[4] += worse * worse;
-        s[5] += j->divergence, s[6] += j->divergence * j->divergence;
-        s[7] += dp * dp;
-        s[8] += j->same_best;
+        const double w = j->base_log_p - j->log_p, delta_p = exp(j->log_p) - exp(j->base_log_p);
+        log_p += -j->log_p;
+        log_p2 += j->log_p * j->log_p;
+        base += -j->base_log_p;
+        worse += w;
+        worse2 += w * w;
+        kld += j->divergence;
+        kld2 += j->divergence * j->divergence;
+        delta_p2 += delta_p * delta_p;
+        same += j->same_best;
     }
-    const double error = mean_error(s[0], s[1], n, &r.log_p);
+    const double error = mean_error(log_p, log_p2, n, &r.log_p);
     r.ppl = exp(r.log_p);
     r.ppl_error = error * r.ppl;
-    base = s[2] / n;
-    r.base_ppl = exp(base);
-    const double ratio_error = mean_error(s[3], s[4], n, &ratio);
+    r.base_ppl = exp(base / n);
+    const double ratio_error = mean_error(worse, worse2, n, &ratio);
     r.ratio = exp(ratio);
     r.ratio_error = ratio_error * r.ratio;
-    r.divergence_error = mean_error(s[5], s[6], n, &r.divergence);
-    r.same = s[8] / n;
+    r.divergence_error = mean_error(kld, kld2, n, &r.divergence);
+    r.same = same / n;
     r.same_error = n > 1 ? sqrt(r.same * (1 - r.same) / (n - 1)) : 0;
-    r.rms = sqrt(s[7] / n);
+    r.rms = sqrt(delta_p2 / n);
     qsort(judged, (size_t)n, sizeof *judged, compare_judged);
     r.median = ppl_quantile(judged, n, 0.5);
     r.p99 = ppl_quantile(judged, n, 0.99);
     r.p999 = ppl_quantile(judged, n, 0.999);
-    r.most = judged[n - 1].divergence;
+    r.max = judged[n - 1].divergence;
     return r;
 }
 
-// The model was planned for ppl_plan(); ids (n), at least a chunk, begin with <bos> if there is one. Sets o->n_chunks.
-// Ctrl-C ends it: the result means nothing then.
+static void create_base(Ppl *p, const PplHeader *h) {
+    const char *path = p->o->base;
+    char size[32];
+    signal(SIGXFSZ, SIG_IGN);
+    p->file.err = create_output(&p->file.out, path, 0666);
+    if (p->file.err) die("--kld-base: %s: %s", path, strerror(p->file.err));
+    fprintf(stderr, "# --kld-base: %s: %s for %d ids\n", path, amount(size, (double)h->file_bytes, "B"),
+            p->o->n_chunks * ppl_judged(p->o));
+    stream_put(&p->file, h, sizeof *h, false);
+}
+
+// Measures the perplexity of ids (n): at least a chunk, the first is <bos> if the model has one. Requires: the model
+// was planned with ppl_plan(). Sets o->n_chunks. Ctrl-C ends it; then the result means nothing.
 static PplResult ppl_measure(Model *m, int32_t bos, const int32_t *ids, int n, PplOptions *o) {
     const int chunk = ppl_chunk(o), judged = ppl_judged(o), apart = ppl_apart(o);
-    const int most = o->stride ? max_int(1, (n - chunk + apart - 1) / apart) : n / chunk;
+    const int max_chunks = o->stride ? max_int(1, (n - chunk + apart - 1) / apart) : n / chunk;
     const double start = seconds();
-    o->n_chunks = o->n_chunks ? min_int(o->n_chunks, most) : most;
+    o->n_chunks = o->n_chunks ? min_int(o->n_chunks, max_chunks) : max_chunks;
     const size_t vocab = (size_t)m->config.vocab;
-    Ppl p = { .m = m, .o = o, .vocab = m->config.vocab, .row_bytes = sizeof(PplRow) + round_up(vocab, 2) * sizeof(uint16_t) };
+    Ppl p = { .m = m, .o = o, .vocab = m->config.vocab,
+              .row_bytes = sizeof(PplRow) + round_up(vocab, 2) * sizeof(uint16_t) };
     const PplHeader h = ppl_header(m, o, ids);
     const bool files = o->base || o->compare;
     p.logits = alloc_or_die(files ? PPL_PIECE * vocab : 1, sizeof *p.logits);
@@ -866,25 +930,17 @@ static PplResult ppl_measure(Model *m, int32_t bos, const int32_t *ids, int n, P
     p.file = (FileStream){ .op = m->ops, .fd = -1, .total = h.file_bytes, .hash = hash_new() };
     p.file.piece = alloc_or_die(files ? SESSION_PIECE : 1, 1);
     if (o->compare) open_base(&p, &h);
-    if (o->base) {
-        signal(SIGXFSZ, SIG_IGN);
-        p.file.err = create_output(&p.file.out, o->base, 0666);
-        if (p.file.err) die("--kld-base: %s: %s", o->base, strerror(p.file.err));
-        char size[32];
-        fprintf(stderr, "# --kld-base: %s: %s for %d ids\n", o->base, amount(size, (double)h.file_bytes, "B"),
-                o->n_chunks * judged);
-        stream_put(&p.file, &h, sizeof h, false);
-    }
+    if (o->base) create_base(&p, &h);
     int32_t *chunk_ids = alloc_or_die((size_t)chunk, sizeof *chunk_ids);
     progress("perplexity", 0, (size_t)o->n_chunks, "chunks");
     for (int i = 0; i < o->n_chunks; i++) {
         memcpy(chunk_ids, ids + (size_t)i * (size_t)apart, (size_t)chunk * sizeof *ids);
         if (bos >= 0) chunk_ids[0] = bos;
         judge_chunk(&p, chunk_ids, chunk, chunk - 1 - judged);
-        if (p.file.err || interrupted) break;          // a full disk: there is no use in going on
+        if (p.file.err || interrupted) break;          // the disk is full
         progress("perplexity", (size_t)i + 1, (size_t)o->n_chunks, "chunks");
     }
-    if (interrupted && o->base) p.file.err = EINTR;    // half a file is none
+    if (interrupted && o->base) p.file.err = EINTR;    // an incomplete file is removed
     close_base(&p);
     PplResult r = sum_up(p.judged, p.n);
     r.seconds = seconds() - start;
@@ -896,8 +952,36 @@ static PplResult ppl_measure(Model *m, int32_t bos, const int32_t *ids, int n, P
     return r;
 }
 
+static void print_ppl_markdown(const Model *m, const PplOptions *o, const PplResult *r) {
+    printf("| model | backend | K | V | sliding | context | stride | chunks | ids scored | PPL |\n"
+           "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+           "| %s | %s | %s | %s | %s | %d | %d | %d | %d | %.4f ± %.4f |\n", model_name(m), m->ops->name,
+           kv_names[m->options.k_type], kv_names[m->options.v_type], kv_names[ring_type(m)], o->n_ctx, o->stride,
+           o->n_chunks, o->n_chunks * ppl_judged(o), r->ppl, r->ppl_error);
+    if (o->compare)
+        printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same first choice | PPL / base's "
+               "| RMS of Δp |\n"
+               "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+               "| %.3e ± %.1e | %.3e | %.3e | %.3e | %.3e | %.3f ± %.3f %% | %.5f ± %.5f | %.4f %% |\n",
+               r->divergence, r->divergence_error, r->median, r->p99, r->p999, r->max, 100 * r->same,
+               100 * r->same_error, r->ratio, r->ratio_error, 100 * r->rms);
+    printf("\nPPL = %.4f +/- %.5f\n", r->ppl, r->ppl_error);
+}
+
+static void print_ppl_json(const NamedText *texts, int n_texts, const NamedNumber *numbers, int n_numbers, bool lines) {
+    const char *between = lines ? ", " : ",\n    ";
+    printf(lines ? "{" : "[\n  {\n    ");
+    for (int i = 0; i < n_texts; i++) {
+        printf("\"%s\": ", texts[i].name);
+        print_text(texts[i].value, '\\');
+        printf("%s", between);
+    }
+    for (int i = 0; i < n_numbers; i++)
+        printf("\"%s\": %.12g%s", numbers[i].name, numbers[i].value, i + 1 < n_numbers ? between : "");
+    printf(lines ? "}\n" : "\n  }\n]\n");
+}
+
 static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
-    const int n = o->n_chunks * ppl_judged(o);
     const char *layout = m->options.untied ? "untied" : "tied";
     const NamedText texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
@@ -905,45 +989,21 @@ static void print_ppl(const Model *m, const PplOptions *o, const PplResult *r) {
         { "type_swa", kv_names[ring_type(m)] }, { "kv_layout", layout } };
     const NamedNumber numbers[] = {
         { "kv_tail", m->options.tail }, { "n_ctx", o->n_ctx }, { "ppl_stride", o->stride },
-        { "n_chunks", o->n_chunks }, { "n_judged", n }, { "seconds", r->seconds },
+        { "n_chunks", o->n_chunks }, { "n_judged", o->n_chunks * ppl_judged(o) }, { "seconds", r->seconds },
         { "nll", r->log_p }, { "ppl", r->ppl }, { "ppl_error", r->ppl_error },
         { "base_ppl", r->base_ppl }, { "ppl_ratio", r->ratio }, { "ppl_ratio_error", r->ratio_error },
         { "kld_mean", r->divergence }, { "kld_error", r->divergence_error }, { "kld_median", r->median },
-        { "kld_99", r->p99 }, { "kld_99_9", r->p999 }, { "kld_max", r->most }, { "same_top", r->same },
+        { "kld_99", r->p99 }, { "kld_99_9", r->p999 }, { "kld_max", r->max }, { "same_top", r->same },
         { "same_top_error", r->same_error }, { "rms_delta_p", r->rms } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     const int n_numbers = o->compare ? N_NUMBERS : 9;
-    if (o->format == FORMAT_MD) {
-        printf("| model | backend | K | V | sliding | context | stride | chunks | ids scored | PPL |\n"
-               "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
-               "| %s | %s | %s | %s | %s | %d | %d | %d | %d | %.4f ± %.4f |\n", model_name(m), m->ops->name,
-               kv_names[m->options.k_type], kv_names[m->options.v_type], kv_names[ring_type(m)], o->n_ctx, o->stride,
-               o->n_chunks, n, r->ppl, r->ppl_error);
-        if (o->compare)
-            printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same top token | PPL / base PPL | RMS of Δp |\n"
-                   "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-                   "| %.3e ± %.1e | %.3e | %.3e | %.3e | %.3e | %.3f ± %.3f %% | %.5f ± %.5f | %.4f %% |\n", r->divergence,
-                   r->divergence_error, r->median, r->p99, r->p999, r->most, 100 * r->same, 100 * r->same_error, r->ratio,
-                   r->ratio_error, 100 * r->rms);
-        printf("\nPPL = %.4f +/- %.5f\n", r->ppl, r->ppl_error);
-    } else if (o->format == FORMAT_CSV) {
-        print_csv(texts, N_TEXTS, numbers, n_numbers, true);
-    } else {
-        const char *between = o->format == FORMAT_JSON ? ",\n    " : ", ";
-        printf(o->format == FORMAT_JSON ? "[\n  {\n    " : "{");
-        for (int i = 0; i < N_TEXTS; i++) {
-            printf("\"%s\": ", texts[i].name);
-            print_text(texts[i].value, '\\');
-            printf("%s", between);
-        }
-        for (int i = 0; i < n_numbers; i++)
-            printf("\"%s\": %.12g%s", numbers[i].name, numbers[i].value, i + 1 < n_numbers ? between : "");
-        printf(o->format == FORMAT_JSON ? "\n  }\n]\n" : "}\n");
-    }
+    if (o->format == FORMAT_MD) print_ppl_markdown(m, o, r);
+    else if (o->format == FORMAT_CSV) print_csv(texts, N_TEXTS, numbers, n_numbers, true);
+    else print_ppl_json(texts, N_TEXTS, numbers, n_numbers, o->format == FORMAT_JSONL);
     flush_output();
 }
 
-// What a model that measures perplexity is planned for.
+// Options of a model that measures perplexity.
 static ModelOptions ppl_plan(ModelOptions o, const PplOptions *p) {
     o.n_ctx = ppl_chunk(p);
     o.n_logits = min_int(ppl_judged(p), PPL_ROWS);
@@ -962,14 +1022,16 @@ static int verb_ppl(const char *model, const Ops *ops, ModelOptions o, PplOption
     if (tok.bos >= 0 && tok__push(&tok, &ids, tok.bos) < 0) die("%s", tok.err);
     if (tok_encode(&tok, text, n_text, mode, &ids) < 0) die("-f: %s", tok.err);
     if (ids.n < (size_t)ppl_chunk(p) || ids.n > INT_MAX)
-        die("-f: expected a text of at least %d ids (one chunk), got %zu; try a longer text or a smaller -c", ppl_chunk(p), ids.n);
+        die("-f: expected a text of at least %d ids (one chunk), got %zu; try a longer text or a smaller -c", ppl_chunk(p),
+            ids.n);
     read_weights(m, false);
     stop_on(SIGINT);
     const PplResult r = ppl_measure(m, tok.bos, ids.ids, (int)ids.n, p);
     const double density = read_density(m);
     print_plan(m);
     if (density > 0)
-        fprintf(stderr, "# pFlash%s: attended to %.1f %% of the blocks\n", o.pflash_density ? ", forced" : "", 100 * density);
+        fprintf(stderr, "# pFlash%s: attended to %.1f %% of the blocks\n", o.pflash_density ? ", forced" : "",
+                100 * density);
     if (!interrupted) print_ppl(m, p, &r);
     tok_ids_free(&ids);
     tok_free(&tok);

@@ -511,12 +511,12 @@ static Forced parse_forced(const Flags *f) {
         const float share = strtof(at, &end);
         if (end == at || !(share >= 0 && share <= 1) || n == DRAFT_MAX || (*end && *end != ','))
             die("--spec-force: expected numbers from 0 to 1, separated by commas, got '%s'", f->force);
-        forced.share[n++] = share;
+        forced.accept_rate[n++] = share;
         if (!*end) break;
         at = end;
     }
     forced.depth = f->draft_max ? (int)f->draft_max : n;
-    for (; n < forced.depth; n++) forced.share[n] = forced.share[n - 1];
+    for (; n < forced.depth; n++) forced.accept_rate[n] = forced.accept_rate[n - 1];
     return forced;
 }
 
