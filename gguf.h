@@ -1,4 +1,4 @@
-/* gguf.h - read GGUF model files, and define what their block formats mean. Single header.
+/* gguf.h - reads GGUF model files and defines the values of their block formats. Single header.
  *
  *   #define _GNU_SOURCE            // before every include: open, pread, mmap
  *   #define GGUF_IMPLEMENTATION    // in exactly one C file
@@ -6,9 +6,9 @@
  *
  * The file is untrusted. Nothing here exits, prints or keeps globals: a function that can fail returns < 0 and puts one
  * line into g->err, "<what>: expected <x>, got <y> (E_CODE at byte N)", with unprintable bytes escaped. The caller
- * prefixes the file name. A file that passed has every table, string and tensor inside the bounds that were checked.
- * A tensor may have any type of the format; one that the engine binds must pass gguf_type_supported, so that an unused
- * exotic tensor does not make a file unreadable.
+ * prefixes the file name. After a successful open, all tables, strings and tensors are known to lie inside the file.
+ * A tensor may have any type of the format, so that an unused tensor of a rare type does not make a file unreadable.
+ * The caller checks the tensors that it uses with gguf_type_supported.
  *
  * FILE      all integers little-endian, everything packed: fields are read with memcpy, never through a cast pointer
  *   offset  size  field
@@ -18,45 +18,48 @@
  *       16     8  n_kvs u64
  *       24     -  n_kvs entries       key string, type i32, value
  *        -     -  n_tensors infos     name string, n_dims u32, dims u64 * n_dims (fastest first), type i32, offset u64
- *        -     -  padding to the next multiple of general.alignment (32 when the key is absent); absent if n_tensors = 0
- *        -     -  data_start: tensor i lies at data_start + offset_i, each tensor padded to the alignment
+ *        -     -  padding to the next multiple of general.alignment (32 if the key is absent); none if n_tensors = 0
+ *        -     -  data_start: tensor i is at data_start + offset_i, each tensor padded to the alignment
  *   string  n u64, then n bytes, no terminator; a string value may hold any bytes, also NUL and broken UTF-8
  *   array   element type i32, count u64, then the elements packed; arrays of arrays are refused
  *   offset_i must be the running sum of the padded sizes before it: no overlap, no gap, one comparison
  *
- * SPLIT     a model in parts: PREFIX-00001-of-00003.gguf and so on, each a whole file with its own alignment and data_start
+ * SPLIT     a model in parts: PREFIX-00001-of-00003.gguf etc., each a complete file with its own alignment and
+ *           data_start
  *   split.count          u16  parts, at most 256; 1 or absent: not split
  *   split.no             u16  this part, from 0
  *   split.tensors.count  any integer, in the first part: tensors of all parts together
- *   The first part holds all other keys, and may hold no tensor. gguf_open of the first part opens all; the tensors of all
- *   parts make one table. An error in a later part starts with that part's name, and its byte position counts there.
+ *   The first part holds all other keys; it may have no tensors. gguf_open of the first part opens all parts and puts
+ *   their tensors into one table. An error in a later part starts with that part's name; its byte position is in that
+ *   part.
  *
- * BLOCKS    the types with code here; a row is ne[0] elements, and a block never crosses a row's end
+ * BLOCKS    the types that this file can decode; a row is ne[0] elements, and a block never crosses the end of a row
  *   type    elems  bytes  fields at byte offsets                            value of element i
  *   F32         1      4  f32                                               itself
  *   F16, BF16   1      2  binary16; upper half of a binary32                itself
  *   Q8_0       32     34  d f16 @0, q i8[32] @2                             d*q[i]
- *   Q4_0       32     18  d f16 @0, q u8[16] @2                             d*(c-8)   c: low nibbles are 0..15, high 16..31
+ *   Q4_0       32     18  d f16 @0, q u8[16] @2                             d*(c-8)   c: low nibbles 0..15, high 16..31
  *   Q4_1       32     20  d f16 @0, m f16 @2, q u8[16] @4                   d*c + m   c as Q4_0
- *   Q5_0       32     22  d f16 @0, h u32 @2, q u8[16] @6                   d*(c-16)  c: nibble as Q4_0 + 16*(bit i of h)
+ *   Q5_0       32     22  d f16 @0, h u32 @2, q u8[16] @6                   d*(c-16)  c: as Q4_0, + 16*(bit i of h)
  *   Q5_1       32     24  d f16 @0, m f16 @2, h u32 @4, q u8[16] @8         d*c + m   c as Q5_0
  *   IQ4_NL     32     18  d f16 @0, q u8[16] @2                             d*T[c]    c as Q4_0
  *   MXFP4      32     17  e u8 @0, q u8[16] @1                              2^(e-128)*V[c]  c as Q4_0; e = 255: NaN
- *   NVFP4      64     36  s u8[4] @0, q u8[32] @4                           (s/2)*V[c]  per sub-block of 16; s is E4M3, c: of
- *                                                                           each 8 bytes of q low nibbles 0..7, high 8..15
+ *   NVFP4      64     36  s u8[4] @0, q u8[32] @4                           (s/2)*V[c]  per sub-block of 16; s: E4M3
+ *                         c: of each 8 bytes of q, the low nibbles are elements 0..7, the high ones 8..15
  *   Q2_K      256     84  s u8[16] @0, q u8[64] @16, d f16 @80, dmin f16 @82  (d*sc)*c - (dmin*mn) per sub-block
  *                                                                           of 16; sc: low nibble of s, mn: high
  *   Q3_K      256    110  h u8[32] @0, q u8[64] @32, s u8[12] @96, d f16 @108  d*sc*(c-4)  per sub-block of 16
  *   Q4_K      256    144  d f16 @0, dmin f16 @2, s u8[12] @4, q u8[128] @16 (d*sc)*c - (dmin*mn)  per sub-block of 32
  *   Q5_K      256    176  d, dmin, s as Q4_K, h u8[32] @16, q u8[128] @48   as Q4_K
  *   Q6_K      256    210  ql u8[128] @0, qh u8[64] @128, sc i8[16] @192, d f16 @208   d*sc*(c-32) per sub-block of 16
- *   IQ4_XS    256    136  d f16 @0, sh u16 @2, sl u8[4] @4, q u8[128] @8    d*sc*T[c] per sub-block of 32, each as IQ4_NL
- *   T = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113;  V = 0 1 2 3 4 6 8 12, and from c = 8 on the negatives:
- *   twice the magnitudes of E2M1, so that codes are integers. E4M3: (1 + M/8)*2^(E-7) with 4 bits E above 3 bits M, or
- *   M*2^-9 where E = 0; bit 7 is ignored and 0x7f is 0. A whole NVFP4 tensor has one more factor, in a tensor of its own.
+ *   IQ4_XS    256    136  d f16 @0, sh u16 @2, sl u8[4] @4, q u8[128] @8    d*sc*T[c] per sub-block of 32, as IQ4_NL
+ *   T = -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113
+ *   V = 0 1 2 3 4 6 8 12, and for c >= 8 their negatives: twice the values of E2M1, so that codes are integers
+ *   E4M3: (1 + M/8)*2^(E-7) with 4 bits E above 3 bits M, or M*2^-9 if E = 0; bit 7 is ignored and 0x7f is 0. An NVFP4
+ *   tensor has one more factor, stored in a separate tensor.
  *   How the K types and IQ4_XS pack sc, mn (6 bits) and codes: gguf__q?_k_scales, gguf__q?_k_codes, gguf__unpack below.
- *   Every product here has at most 24 significant bits, hence is exact in f32: a dequantised value is the correctly
- *   rounded value of its formula, with or without fused multiply-add, on any device that keeps subnormals.
+ *   Every product here has at most 24 significant bits, so it is exact in f32: a dequantised value is the correctly
+ *   rounded value of its formula, with or without fused multiply-add, on any device that does not flush subnormals.
  */
 #ifndef GGUF_H
 #define GGUF_H
@@ -71,7 +74,7 @@
 extern "C" {
 #endif
 
-// ---- what a file holds -------------------------------------------------------------------------------------------
+// ---- the contents of a file --------------------------------------------------------------------------------------
 
 enum {                          // value types, ids of the file
     GGUF_V_U8, GGUF_V_I8, GGUF_V_U16, GGUF_V_I16, GGUF_V_U32, GGUF_V_I32, GGUF_V_F32, GGUF_V_BOOL, GGUF_V_STR,
@@ -79,7 +82,8 @@ enum {                          // value types, ids of the file
 };
 
 enum {                          // tensor types, ids of the file; the gaps are removed types
-    GGUF_F32 = 0, GGUF_F16 = 1, GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q5_1 = 7, GGUF_Q8_0 = 8, GGUF_Q8_1 = 9,
+    GGUF_F32 = 0, GGUF_F16 = 1, GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q5_1 = 7, GGUF_Q8_0 = 8,
+    GGUF_Q8_1 = 9,
     GGUF_Q2_K = 10, GGUF_Q3_K = 11, GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14, GGUF_Q8_K = 15, GGUF_IQ2_XXS = 16,
     GGUF_IQ2_XS = 17, GGUF_IQ3_XXS = 18, GGUF_IQ1_S = 19, GGUF_IQ4_NL = 20, GGUF_IQ3_S = 21, GGUF_IQ2_S = 22,
     GGUF_IQ4_XS = 23, GGUF_I8 = 24, GGUF_I16 = 25, GGUF_I32 = 26, GGUF_I64 = 27, GGUF_F64 = 28, GGUF_IQ1_M = 29,
@@ -102,10 +106,10 @@ typedef struct {
 
 typedef struct {
     GgufStr name;               // 1..63 bytes of printable ASCII (safetensors: 1..255), unique in the model
-    int type, n_dims;           // type: any known id; whether there is code for it, gguf_type_supported says
+    int type, n_dims;           // type: any known id, even one that gguf_type_supported does not accept
     uint64_t ne[4];             // elements per dimension, fastest first: {cols, rows, experts, 1}; 1 beyond n_dims
     uint64_t offset, size;      // bytes; offset from the start of the data section of its file
-    const uint8_t *data;        // (size) bytes; aligned in a GGUF like the file's alignment, in safetensors not at all
+    const uint8_t *data;        // (size) bytes; in a GGUF file aligned to its alignment, in safetensors not aligned
 } GgufTensor;
 
 typedef struct {
@@ -114,10 +118,10 @@ typedef struct {
     GgufKv *kvs;         size_t n_kvs;      // of a split model: those of its first part
     GgufTensor *tensors; size_t n_tensors;  // of all parts
     size_t file_size, data_start;           // bytes: of all parts together; of the first part
-    char err[1024];             // the last failure, one line; "" when there was none
+    char err[1024];             // the last failure, one line; "" if there was none
     // private
-    const uint8_t *meta;        // metadata as it was checked: a private copy of the file's head, or gguf_parse's bytes
-    uint8_t **copies;           // what to free of it: one copy per file
+    const uint8_t *meta;        // the checked metadata: a private copy of the file's head, or gguf_parse's bytes
+    uint8_t **copies;           // one private copy per file, which gguf_close frees
     size_t n_copies;
     struct { void *at; size_t size; bool file; } *maps;     // the files, read-only, and private memory
     size_t n_maps;
@@ -125,169 +129,176 @@ typedef struct {
     size_t kv_slots, tensor_slots;          // powers of two
 } Gguf;
 
-// Open a GGUF file, or all parts of a split model by the name of its first one: copy the metadata to private memory and
-// check it there, map the files for the tensor data. 0 or < 0.
-// Whoever shortens a file while it is open turns a later access into SIGBUS; wrong bytes in the data stay in bounds.
+// Opens a GGUF file, or all parts of a split model, given the name of the first part. Copies the metadata to private
+// memory and checks it there, then maps the files for the tensor data. Returns 0 or < 0. If another process shortens a
+// file while it is open, a later access raises SIGBUS. If it changes bytes of the tensor data, no access goes out of
+// bounds.
 int gguf_open(Gguf *g, const char *path);
-// The same for one file that lies in memory; bytes must stay unchanged until gguf_close. 0 or < 0.
+// The same for one file in memory; bytes must stay unchanged until gguf_close. Returns 0 or < 0.
 int gguf_parse(Gguf *g, const void *bytes, size_t size);
-// Release everything but err. Harmless after a failed open or parse (which released it already), and twice.
+// Releases everything except err. Allowed after a failed open or parse, and twice.
 void gguf_close(Gguf *g);
 
 const GgufKv *gguf_find_kv(const Gguf *g, const char *key);             // NULL: absent
 const GgufTensor *gguf_find_tensor(const Gguf *g, const char *name);    // NULL: absent
 
-// Read one key. 1: found; 0: absent, out is untouched; -1: wrong type, length or range, err says which, out is undefined.
+// Reads one key. Returns 1: found; 0: absent, *out unchanged; -1: wrong type, length or range, see err, *out undefined.
 int gguf_get_int(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out);   // any integer type, and bool
 int gguf_get_float(Gguf *g, const char *key, double *out);                            // f32 or f64, finite
-int gguf_get_str(Gguf *g, const char *key, GgufStr *out);                             // lives until gguf_close
+int gguf_get_str(Gguf *g, const char *key, GgufStr *out);                             // valid until gguf_close
 // n integers: an array (any integer type, or bool) of exactly n elements, or a scalar that stands for all of them.
 int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *out, size_t n);
-int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);          // lives until gguf_close
-size_t gguf_value_bytes(int value_type);        // of one number or bool, GGUF_V_U8 to _F64; 0: a string or an array
+int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n);          // valid until gguf_close
+size_t gguf_value_bytes(int value_type);        // bytes of a number or bool, GGUF_V_U8 to _F64; 0: a string or an array
 
-// The first of n blocks of a type that holds a number no quantiser writes, or n: scales and floats must be finite,
-// MXFP4's exponent is not 255, NVFP4's scales have no sign. I8 to I64 and IQ1_M hold nothing that is checked. Nothing
-// else reads all of a model's data before it is used, so this is an offer, not a part of opening. From any thread.
+// Returns the index of the first of n blocks that holds a value which no quantiser writes; n: all are good. Scales and
+// floats must be finite, MXFP4's exponent must not be 255, NVFP4's scales must have no sign. I8 to I64 and IQ1_M are
+// not checked. Opening a file does not call this, because it reads the whole data. Thread-safe.
 size_t gguf_find_bad_block(int type, const void *blocks, size_t n);
 
-// These bytes of tensor data are not needed for now: their whole pages leave memory, as far as they are a file's and the system
-// is willing. They are read again when somebody does need them.
+// Tells the system that these bytes of tensor data are not needed now: it may drop their whole pages from memory. A
+// later access reads them from the file again.
 void gguf_drop_pages(const Gguf *g, const void *data, size_t size);
 
 // ---- writing a file's head -----------------------------------------------------------------------------------------
-// Keys and tensor infos in the order of the calls, offsets as running sums. Start from {0}. The file is the head, then
-// per tensor its bytes and zeros up to the next multiple of 32. Only memory can run out: then later calls do nothing
-// and gguf_writer_head says so, once. A NULL value, a name or a shape that gguf_parse would refuse is the caller's bug.
+// Start from {0}. Keys and tensor infos are written in the order of the calls, offsets are running sums. A file
+// consists of the head, then for each tensor its bytes and zeros up to the next multiple of 32. The only possible
+// failure is lack of memory: later calls then do nothing, and gguf_writer_head returns NULL. The caller must not pass a
+// NULL value, or a name or shape that gguf_parse would reject.
 
 typedef struct {
-    uint8_t *kvs, *infos;                   // as they will stand in the file
+    uint8_t *kvs, *infos;                   // the bytes of the file's tables
     size_t kvs_size, infos_size, kvs_cap, infos_cap;    // bytes
     uint64_t n_kvs, n_tensors;
     uint64_t data_size;                     // bytes of the tensors so far, padding included
     bool no_memory;
 } GgufWriter;
 
-void gguf_put_kv(GgufWriter *w, const GgufKv *kv);          // as it stands in another file; general.alignment is left out
+void gguf_put_kv(GgufWriter *w, const GgufKv *kv);          // copies a key of another file; ignores general.alignment
 void gguf_put_u32(GgufWriter *w, const char *key, uint32_t v);
 void gguf_put_f32(GgufWriter *w, const char *key, float v);
 void gguf_put_bool(GgufWriter *w, const char *key, bool v);
 void gguf_put_str(GgufWriter *w, const char *key, GgufStr v);
-// n packed elements of a fixed-size type, or GgufStr[n] when elem_type is GGUF_V_STR.
+// v: n packed elements of a fixed-size type, or GgufStr[n] if elem_type is GGUF_V_STR.
 void gguf_put_array(GgufWriter *w, const char *key, int elem_type, const void *v, size_t n);
 void gguf_put_tensor(GgufWriter *w, GgufStr name, int type, int n_dims, const uint64_t *ne);
-// The head: *size bytes, a multiple of 32, freed by the caller. NULL: no memory.
+// Returns the head: *size bytes, a multiple of 32; the caller frees it. NULL: no memory.
 uint8_t *gguf_writer_head(const GgufWriter *w, size_t *size);
 void gguf_writer_free(GgufWriter *w);
-// The file that w describes, without writing it: tensor i has its bytes at data[i], in mappings of `from`, which g
-// takes over. The head is checked as gguf_open would. 0 or < 0; `from` is closed in either case.
+// Opens the file that w describes without writing it: the bytes of tensor i are at data[i], in mappings of `from`,
+// which g takes over. The head is checked as in gguf_open. Returns 0 or < 0; closes `from` in either case.
 int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, Gguf *from);
-// size bytes of zeroed memory that gguf_close releases. NULL: err says why.
+// Returns size bytes of zeroed memory that gguf_close releases. NULL: see err.
 void *gguf_private(Gguf *g, size_t size);
 
 // ---- JSON --------------------------------------------------------------------------------------------------------
-// For safetensors headers and the texts around a model: configurations, tool declarations, calls. A value is the span
-// of its text inside the text that was parsed, so nothing is copied or allocated and the text must live as long.
+// For safetensors headers, configurations, tool declarations and tool calls. A value points into the parsed text, so
+// nothing is copied or allocated, and the text must live as long as its values.
 
 enum { GGUF_J_NULL, GGUF_J_FALSE, GGUF_J_TRUE, GGUF_J_NUMBER, GGUF_J_STRING, GGUF_J_ARRAY, GGUF_J_OBJECT };
 
 typedef struct {
     int type;                   // GGUF_J_*
-    const char *s;              // n bytes from the value's first to its last: quotes and brackets included
+    const char *s;              // n bytes: the value's text, with quotes or brackets
     size_t n;
 } GgufJson;
 
-// Check a whole text (RFC 8259, at most 256 levels deep; whether strings are UTF-8 is left open). 0 and the value, or -1,
-// with err_at the byte at fault and err what was expected there. The other functions take only values that come from here.
+// Checks a whole text (RFC 8259, at most 256 levels deep; strings need not be UTF-8). Returns 0 and the value; or -1,
+// the position of the error in *err_at, and in *err what was expected there. The functions below accept only values
+// that come from a checked text.
 int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at, const char **err);
-// Step through an array or object: start with a copy of it in *rest. key may be NULL; arrays leave it alone. Linear in
-// the container's text over a whole walk.
+// Steps through an array or object: start with a copy of it in *rest. False: at the end. key may be NULL; it is not set
+// for an array. A whole loop takes time linear in the container's text.
 bool gguf_json_next(GgufJson *rest, GgufJson *key, GgufJson *value);
-bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out);     // the last one of that name; none: null
-bool gguf_json_is(const GgufJson *string, const char *text);                    // a string that reads `text`
-// A string's bytes without quotes and escapes, at most string->n of them, to out; returns how many. Half a surrogate
-// pair becomes U+FFFD.
+bool gguf_json_get(const GgufJson *object, const char *key, GgufJson *out);     // the last member `key`; absent: null
+bool gguf_json_is(const GgufJson *string, const char *text);                    // true: a string with this text
+// Decodes a string to out, at most string->n bytes; returns their number. A lone surrogate becomes U+FFFD.
 size_t gguf_json_string(const GgufJson *string, char *out);
-size_t gguf_utf8(uint32_t c, char out[4]);      // code point c <= 0x10ffff as UTF-8; returns how many bytes
+size_t gguf_utf8(uint32_t c, char out[4]);      // writes code point c <= 0x10ffff as UTF-8; returns how many bytes
 bool gguf_json_int(const GgufJson *number, int64_t min, int64_t max, int64_t *out);     // false: no such integer
 bool gguf_json_float(const GgufJson *number, double *out);                              // false: no finite number
 
 // ---- safetensors -------------------------------------------------------------------------------------------------
-// A second container for the same tensors, published beside a config.json. It is read into the same struct: no keys, tensors
-// under their own names and in the file's order, ne[] fastest first (the format counts the other way round), n_dims 0 for a
-// scalar; of more than four dimensions the slowest are multiplied into ne[3], and a dimension may be 0. type is -1 for what
-// has no number here (BOOL, U8, U16, U32, U64, C64, F8_*, F6_*, F4). data may lie at any address.
+// Another container format for the same tensors, published together with a config.json. It is read into the same
+// struct: no keys; tensors with their own names, in the file's order; ne[] fastest dimension first (the format has it
+// last); n_dims 0 for a scalar. If there are more than four dimensions, the slowest ones are multiplied into ne[3]. A
+// dimension may be 0. type is -1 for dtypes without a GGUF type (BOOL, U8, U16, U32, U64, C64, F8_*, F6_*, F4). data
+// may be unaligned.
 //
-// FILE  n u64, then n bytes of JSON {"name": {"dtype": "BF16", "shape": [rows, cols], "data_offsets": [begin, end]}, ...},
-//       then the data, where the offsets count from. "__metadata__" is skipped. The tensors cover the data without overlap
-//       and without gaps, and a tensor's bytes are shape times dtype. n is at most 100,000,000.
+// FILE  n u64, at most 100,000,000
+//       n bytes of JSON  {"name": {"dtype": "BF16", "shape": [rows, cols], "data_offsets": [begin, end]}, ...}
+//       the data; offsets are relative to its start. "__metadata__" is ignored. The tensors cover the data without
+//       overlap and gaps; the bytes of a tensor are the product of shape and dtype.
 
-// Open one file, or a set: an index (*.index.json), the first of -00001-of-0000N, or a folder that holds model.safetensors,
-// an index or such a set. Headers are copied and checked, files are mapped. 0 or < 0; in a set err starts with a file's name.
+// Opens one file, or several: an index (*.index.json), the first of -00001-of-0000N, or a folder with
+// model.safetensors, an index or such a set. Copies and checks the headers, maps the files. Returns 0 or < 0; if there
+// are several files, err starts with the name of one.
 int gguf_open_safetensors(Gguf *g, const char *path);
-// The same for one file that lies in memory; bytes must stay until gguf_close. 0 or < 0.
+// The same for one file in memory; bytes must stay unchanged until gguf_close. Returns 0 or < 0.
 int gguf_parse_safetensors(Gguf *g, const void *bytes, size_t size);
 
 // ---- block formats -----------------------------------------------------------------------------------------------
-// A type number of the caller's that breaks a precondition below is a bug, not bad input: check a file's types once,
-// with gguf_type_supported and gguf_row_size, when the tensor is bound.
+// The functions below do not check their preconditions. Check a file's types once, with gguf_type_supported and
+// gguf_row_size, when the tensor is bound.
 
 const char *gguf_type_name(int type);           // "unknown" for an unknown or removed id
 int gguf_block_elems(int type);                 // elements per block; 0 for an unknown or removed id
 int gguf_block_bytes(int type);                 // bytes per block; 0 likewise
 bool gguf_type_supported(int type);             // the types of the BLOCKS table
-size_t gguf_row_size(int type, size_t n);       // bytes of n elements; 0 if n is no multiple of the block or too large
+size_t gguf_row_size(int type, size_t n);       // bytes of n elements; 0: n is too large, or no multiple of the block
 
-// n elements (a multiple of the block) of a supported type to f32. Exact, or correctly rounded where two terms are added.
+// Converts n elements (a multiple of the block) of a supported type to f32: exact, or correctly rounded for formulas
+// that add two terms.
 void gguf_dequantize(int type, const void *src, float *dst, size_t n);
 
-// n floats (a multiple of the block) to a supported type. Without importance weights, each value or block by itself, in
-// f32 in a fixed order: the bytes are the same on every machine. A block with a NaN or an Inf, or with scales that
-// overflow binary16, gives some block, whose values may be NaN or Inf.
+// Quantises n floats (a multiple of the block) to a supported type. There are no importance weights; each block depends
+// on its own values only. All in f32 in a fixed order, so the bytes are the same on every machine. If a block has a NaN
+// or Inf, or scales that overflow binary16, the result is an unspecified block whose values may be NaN or Inf.
 void gguf_quantize(int type, const float *src, void *dst, size_t n);
 
-// Activations to int8 in groups of 32 (n a multiple of 32). This rounding is part of the model's definition: every backend
-// reproduces it bit for bit. Per group, in f32, IEEE division, with a = max|x|:
+// Quantises activations to int8 in groups of 32 (n a multiple of 32). This rounding is part of the model's definition:
+// every backend reproduces it bit for bit. Per group, in f32, IEEE division, with a = max|x|:
 //   scale = a / 127;  q[i] = x[i] * (127 / a) rounded to the nearest integer, ties to even;  |q| <= 127
 //   a < 2^-120, which includes all zeros:  scale = 0, q = 0    (127 / a would overflow)
-//   any NaN or Inf among the 32:           scale = NaN, q = 0  (shows in the result instead of vanishing)
+//   any NaN or Inf among the 32:           scale = NaN, q = 0  (so that the result is NaN too)
 void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n);
 
-// sum_i row[i]*x[i] for a row of n elements of F32, F16 or BF16; any n.
-// f32: element i is multiplied (rounded), then added to partial sum i % 32, i ascending; the 32 sums are then folded in
-// halves (j += j+16, then 8, 4, 2, 1). The order is fixed by the source, not by the compiler's vectors.
+// Returns sum_i row[i]*x[i] for a row of n elements of F32, F16 or BF16; any n.
+// In f32: each product is rounded, then added to partial sum i % 32, i ascending; the 32 sums are then added pairwise
+// (j += j+16, then 8, 4, 2, 1). The order of additions does not depend on the compiler or its vector width.
 float gguf_dot_f32(int type, const void *row, const float *x, size_t n);
 
-// The same for n_w weight rows, w_stride bytes apart, and n_rows rows of x, x_stride floats apart: out[r*out_stride + i] has
-// exactly the bits of gguf_dot_f32 for weight row i and row r of x. Each weight is converted once for four rows of x.
-void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows, size_t x_stride,
-                       size_t n, float *out, size_t out_stride);
+// The same for n_w weight rows, w_stride bytes apart, and n_rows rows of x, x_stride floats apart. For weight row i and
+// row r of x, out[r*out_stride + i] has exactly the bits of gguf_dot_f32. Each weight is converted once per four rows
+// of x.
+void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows,
+                       size_t x_stride, size_t n, float *out, size_t out_stride);
 
-// sum_i row[i]*(scale[i/32]*q[i]) for a row of n elements of a quantised type (n a multiple of 32 and of the block);
-// |q| <= 127. Per group g of 32, with integers I and M that are exact and below 2^24, hence exact in f32 as well:
+// Returns sum_i row[i]*(scale[i/32]*q[i]) for a row of n elements of a quantised type (n a multiple of 32 and of the
+// block); |q| <= 127. Per group g of 32, with integers I and M below 2^24, which are exact in f32 too:
 //   Q8_0 Q4_0 Q5_0 IQ4_NL MXFP4   term(g) = (d*scale[g]) * I     I = sum c*q    c: offset removed, T[c] or V[c];
 //   IQ4_XS                        term(g) = (d*scale[g]) * I     I = sc * sum c*q     MXFP4: d = 2^(e-128)
 //   Q3_K Q6_K                     term(g) = (d*scale[g]) * I     I = sum over both 16s of sc * sum c*q
 //   Q4_1 Q5_1                     term(g) = (d*scale[g]) * I + (m*scale[g]) * M       I = sum c*q, M = sum q
 //   Q4_K Q5_K                     term(g) = (d*scale[g]) * I - (dmin*scale[g]) * M    I = sc * sum c*q, M = mn * sum q
 //   Q2_K                          the same, I and M being sums over both 16s
-//   NVFP4                         term(g) = (s0/2*scale[g]) * I0 + (s1/2*scale[g]) * I1    one scale and sum for each 16
-// each product, sum and difference rounded to f32. term(g) is added to partial sum g % 8, g ascending; the 8 sums are folded
-// in halves (j += j+4, then 2, 1). |y - y64| <= 2e-6 * sum_g |term(g)|, both products of a term counted, unless products are
-// subnormal.
+//   NVFP4                         term(g) = (s0/2*scale[g]) * I0 + (s1/2*scale[g]) * I1    one scale and sum per 16
+// each product, sum and difference rounded to f32. term(g) is added to partial sum g % 8, g ascending; the 8 sums are
+// then added pairwise (j += j+4, then 2, 1). The error is at most 2e-6 * sum_g |term(g)|, where a term with two
+// products counts both magnitudes, unless products are subnormal.
 float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale, size_t n);
 
 // The same for n_w consecutive weight rows and n_rows consecutive packed activation rows: out[r*out_stride + i] has
-// exactly the bits of gguf_dot_q8 for weight row i and activation row r. This is the fast form, for one row too:
-// activations are packed once for all weight rows, and each weight block is unpacked once for up to 32 rows. Callers
-// that share the work between threads give each a range of weight rows. Packed rows take gguf_packed_size(n) bytes
-// each, at an address aligned for float (64 bytes is best); their layout belongs to the build and is not for files.
+// exactly the bits of gguf_dot_q8 for weight row i and activation row r. This is the fast form, for a single row too:
+// activations are packed once for all weight rows, and each weight block is unpacked once for up to 32 rows. To use
+// several threads, give each thread a range of weight rows. A packed row takes gguf_packed_size(n) bytes, at an address
+// aligned for float (64 bytes is best). Its layout depends on the build; do not store it in files.
 size_t gguf_packed_size(size_t n);
 void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed);     // one row; n a multiple of 32
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
                       float *out, size_t out_stride);
 
-// Scalars. f16 and bf16 to f32 are exact; f32 to f16 and bf16 round to nearest, ties to even; a NaN stays a (quiet) NaN.
+// Scalar conversions. To f32: exact. From f32: rounded to nearest, ties to even; a NaN stays NaN.
 static inline float gguf_bf16_to_f32(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;
     float f;
@@ -306,7 +317,7 @@ static inline float gguf_f16_to_f32(uint16_t h) {
 #ifdef __F16C__
     return _cvtsh_ss(h);
 #else
-    uint32_t em = (h & 0x7fffu) << 13, u;       // exponent and mantissa at their place in a binary32
+    uint32_t em = (h & 0x7fffu) << 13, u;       // exponent and mantissa, moved to their bits of a binary32
     float f;
     if (em >= 0x0f800000) {                     // Inf, NaN (made quiet)
         u = 0x70000000 + em;
@@ -333,7 +344,7 @@ static inline uint16_t gguf_f32_to_f16(float f) {
     u &= 0x7fffffff;
     if (u > 0x7f800000) {                       // NaN: quiet, upper payload bits kept
         r = 0x7e00 | (u >> 13 & 0x3ff);
-    } else if (u >= 0x47800000) {               // 65536 and above; what rounds up to it carries into Inf below
+    } else if (u >= 0x47800000) {               // 65536 and above: Inf. Rounding up to 65536 gives Inf too, below
         r = 0x7c00;
     } else if (u >= 0x38800000) {               // normal
         r = (u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13;
@@ -379,7 +390,7 @@ static inline uint16_t gguf_f32_to_f16(float f) {
 #define GGUF__COUNT_MAX  65536              // keys; tensors
 #define GGUF__KV_MIN     14                 // bytes of the smallest entry: 8 + 1 + 4 + 1
 #define GGUF__TENSOR_MIN 33                 // bytes of the smallest info: 8 + 1 + 4 + 8 + 4 + 8
-#define GGUF__META_MAX   ((size_t)1 << 28)  // bytes of metadata that are copied; real files have 16 MB
+#define GGUF__META_MAX   ((size_t)1 << 28)  // bytes of metadata; real files have 16 MB
 #define GGUF__SPLIT_MAX  256                // parts of a split model
 
 static const struct {
@@ -432,9 +443,9 @@ size_t gguf_row_size(int type, size_t n) {
 
 // ---- errors ------------------------------------------------------------------------------------------------------
 
-enum { GGUF__SHOWN_MAX = 64 * 4 + 4 };      // bytes that gguf__shown writes at the most
+enum { GGUF__SHOWN_MAX = 64 * 4 + 4 };      // most bytes that gguf__shown writes
 
-// The first 64 bytes of a name, those escaped that are not printable. Returns out.
+// Writes the first 64 bytes of a name, with unprintable bytes escaped. Returns out.
 static const char *gguf__shown(GgufStr name, char out[GGUF__SHOWN_MAX]) {
     size_t n = 0;
     for (size_t i = 0; i < name.n && i < 64; i++) {
@@ -445,8 +456,8 @@ static const char *gguf__shown(GgufStr name, char out[GGUF__SHOWN_MAX]) {
     return out;
 }
 
-// Fill g->err with "<kind> '<name>': <message> (<code> at byte <at>)" and return -1. A name of 0 bytes is left out, a
-// long one is cut; both parts together stay below sizeof err.
+// Fills g->err with "<kind> '<name>': <message> (<code> at byte <at>)" and returns -1. An empty name is omitted, a long
+// one truncated, so that all fits into err.
 #ifdef __GNUC__
 __attribute__((format(printf, 6, 7)))
 #endif
@@ -462,9 +473,9 @@ static int gguf__fail(Gguf *g, const char *kind, GgufStr name, const char *code,
 }
 
 // ---- tables by name ----------------------------------------------------------------------------------------------
-// Keys and tensors are found through open-addressed tables of indices, and duplicates are found while filling them:
-// comparing all pairs would let a file of 65,536 keys buy minutes. The hash starts from the table's address, which an
-// author of hostile files cannot predict.
+// Keys and tensors are found through hash tables of indices with open addressing. Duplicates are found while the tables
+// are filled: comparing all pairs would take minutes for a file of 65,536 keys. The hash is seeded with the table's
+// address, which the author of a malicious file cannot predict.
 
 static GgufStr gguf__str(const char *s) { return (GgufStr){s, strlen(s)}; }
 
@@ -474,10 +485,10 @@ static uint64_t gguf__hash(GgufStr s, const void *seed) {
     return h ^ h >> 32;
 }
 
-// The slot of `name`, or the free slot where it belongs. items: structs of `stride` bytes that start with their name.
+// The slot of `name`, or the free slot for it. items: structs of `stride` bytes that start with their name.
 static size_t gguf__slot(const uint32_t *index, size_t slots, const void *items, size_t stride, GgufStr name) {
     size_t i = (size_t)gguf__hash(name, index) & (slots - 1);
-    for (; index[i] != 0; i = (i + 1) & (slots - 1)) {      // at most half full: ends
+    for (; index[i] != 0; i = (i + 1) & (slots - 1)) {      // the table is at most half full, so the loop ends
         const GgufStr *other = (const GgufStr *)(const void *)((const char *)items + (index[i] - 1) * stride);
         if (other->n == name.n && memcmp(other->s, name.s, name.n) == 0) break;
     }
@@ -502,9 +513,10 @@ const GgufTensor *gguf_find_tensor(const Gguf *g, const char *name) {
 }
 
 // ---- parsing -----------------------------------------------------------------------------------------------------
-// One bounded cursor and one primitive, gguf__need(n): fail unless n <= size - pos. pos <= size always holds, so the
-// subtraction cannot wrap; "pos + n <= size" could. Only `loaded` bytes of the file's `size` are in memory: when a field
-// lies beyond them, parsing returns GGUF__MORE and starts over with a longer copy, which keeps every pointer simple.
+// All reads go through one cursor and gguf__need(n), which fails unless n <= size - pos. pos <= size always holds, so
+// the subtraction cannot wrap; "pos + n <= size" could. Only the first `loaded` bytes of the file are in memory. If a
+// field is not among them, parsing returns GGUF__MORE, and the caller starts again with a longer copy, so that pointers
+// never move.
 
 enum { GGUF__MORE = 1 };
 
@@ -541,7 +553,7 @@ static uint64_t gguf__u64(Gguf__Cursor *c) {
     return v;
 }
 
-// A key or tensor name of 1..max bytes 0x21..0x7e; without NUL, two stored names never make the same C string.
+// Reads a key or tensor name of 1..max bytes 0x21..0x7e. It has no NUL, so different names are different C strings.
 static int gguf__name(Gguf__Cursor *c, size_t max, const char *e_len, const char *e_char, GgufStr *out) {
     size_t at = c->pos;
     GGUF__TRY(gguf__need(c, 8, "name length"));
@@ -559,7 +571,7 @@ static int gguf__name(Gguf__Cursor *c, size_t max, const char *e_len, const char
     return 0;
 }
 
-// n packed values of a fixed-size type; the caller has checked that they fit.
+// Skips n packed values of a fixed-size type. The caller has checked that they are inside the file.
 static int gguf__scalars(Gguf__Cursor *c, int type, uint64_t n) {
     uint64_t bytes = n * gguf__values[type].bytes;
     GGUF__TRY(gguf__need(c, bytes, "value"));
@@ -590,12 +602,12 @@ static int gguf__array(Gguf__Cursor *c, GgufKv *kv) {
     kv->elem_type = (int)type;
     kv->count = gguf__u64(c);
     kv->data = c->base + c->pos;
-    size_t least = type == GGUF_V_STR ? 8 : gguf__values[type].bytes;       // bytes an element takes at the least
+    size_t least = type == GGUF_V_STR ? 8 : gguf__values[type].bytes;       // smallest size of an element
     if (kv->count > (c->size - c->pos) / least)
         return GGUF__FAIL(c, "E_ARR_LEN", c->pos - 8, "expected at most %zu elements in the rest of the file, got %llu",
                           (c->size - c->pos) / least, (unsigned long long)kv->count);
     if (type != GGUF_V_STR) return gguf__scalars(c, (int)type, kv->count);
-    GGUF__TRY(gguf__need(c, kv->count * 8, "array"));                       // before it buys an index of twice that size
+    GGUF__TRY(gguf__need(c, kv->count * 8, "array"));                       // before memory for strings is allocated
     if (kv->count == 0) return 0;
     kv->strs = (GgufStr *)calloc((size_t)kv->count, sizeof(GgufStr));
     if (!kv->strs)
@@ -623,24 +635,25 @@ static int gguf__kv(Gguf__Cursor *c, GgufKv *kv) {
     return 0;
 }
 
-// Dimensions, type and size; the offset is only read here, checked when the data section's place is known.
+// Reads dimensions, type and offset, and computes the size. The offset is checked later, when data_start is known.
 static int gguf__tensor(Gguf__Cursor *c, GgufTensor *t) {
     size_t at = c->pos;
     GGUF__TRY(gguf__need(c, 4, "n_dims"));
     uint32_t n_dims = gguf__u32(c);
-    if (n_dims < 1 || n_dims > 4) return GGUF__FAIL(c, "E_NDIMS", at, "expected 1..4 dimensions, got %u", (unsigned)n_dims);
+    if (n_dims < 1 || n_dims > 4)
+        return GGUF__FAIL(c, "E_NDIMS", at, "expected 1..4 dimensions, got %u", (unsigned)n_dims);
     t->n_dims = (int)n_dims;
     GGUF__TRY(gguf__need(c, 8 * (uint64_t)n_dims + 12, "dimensions"));
-    // No format stores more than 8 elements per byte (Q1_0: 7.1), so this limit holds for every real tensor, and with it no
-    // product that could wrap is ever formed.
+    // No format stores more than 8 elements per byte (Q1_0: 7.1), so this limit holds for every real tensor. It also
+    // keeps the products below from wrapping.
     uint64_t n = 1, limit = 8 * (uint64_t)c->size;
     for (int d = 0; d < 4; d++) {
         at = c->pos;
         uint64_t ne = t->ne[d] = d < t->n_dims ? gguf__u64(c) : 1;
         if (ne == 0) return GGUF__FAIL(c, "E_DIM", at, "dimension %d: expected at least 1, got 0", d);
         if (ne > limit / n)
-            return GGUF__FAIL(c, "E_NELEM", at, "dimension %d: expected at most %llu for a file of this size, got %llu", d,
-                              (unsigned long long)(limit / n), (unsigned long long)ne);
+            return GGUF__FAIL(c, "E_NELEM", at, "dimension %d: expected at most %llu for a file of this size, got %llu",
+                              d, (unsigned long long)(limit / n), (unsigned long long)ne);
         n *= ne;
     }
     at = c->pos;
@@ -648,7 +661,8 @@ static int gguf__tensor(Gguf__Cursor *c, GgufTensor *t) {
     if (type < 0 || type >= GGUF_N_TYPES)
         return GGUF__FAIL(c, "E_TYPE_UNKNOWN", at, "expected a tensor type 0..%d, got %d", GGUF_N_TYPES - 1, type);
     if (!gguf__type_known(type))
-        return GGUF__FAIL(c, "E_TYPE_REMOVED", at, "expected a supported tensor type, got %d, which the format no longer has", type);
+        return GGUF__FAIL(c, "E_TYPE_REMOVED", at, "expected a supported tensor type, got %d, which the format no longer has",
+                          type);
     t->type = type;
     uint64_t elems = gguf__types[type].elems, bytes = gguf__types[type].bytes;
     if (t->ne[0] % elems != 0)
@@ -681,8 +695,8 @@ static int gguf__alignment(Gguf__Cursor *c) {
 
 static uint64_t gguf__pad(uint64_t at, uint64_t alignment) { return (alignment - at % alignment) % alignment; }
 
-// Offsets must be the running sum of the padded sizes. Everything compared or added is already known to be at most the
-// size of the file, so nothing wraps.
+// Checks that offsets are the running sum of the padded sizes. All numbers here are known to be at most the size of the
+// file, so no sum wraps.
 static int gguf__place(Gguf__Cursor *c) {
     Gguf *g = c->g;
     uint64_t align = g->alignment, expect = 0;
@@ -703,19 +717,20 @@ static int gguf__place(Gguf__Cursor *c) {
         size_t at = (size_t)((const uint8_t *)t->name.s - c->base) + t->name.n + 4 + 8 * (size_t)t->n_dims + 4;
         c->name = t->name;
         if (offset % align != 0)
-            return GGUF__FAIL(c, "E_OFF_ALIGN", at, "expected a multiple of %d as offset, got %llu", (int)align, offset);
+            return GGUF__FAIL(c, "E_OFF_ALIGN", at, "expected a multiple of %d as offset, got %llu", (int)align,
+                              offset);
         if (offset != expect)
             return GGUF__FAIL(c, "E_OFF_SEQ", at, "expected offset %llu, right after the previous tensor, got %llu",
                               (unsigned long long)expect, offset);
         if (offset > avail || size > avail - offset)
-            return GGUF__FAIL(c, "E_OFF_RANGE", at, "expected %llu bytes at offset %llu, got a data section of %llu", size,
-                              offset, (unsigned long long)avail);
+            return GGUF__FAIL(c, "E_OFF_RANGE", at, "expected %llu bytes at offset %llu, got a data section of %llu",
+                              size, offset, (unsigned long long)avail);
         expect = offset + size + gguf__pad(offset + size, align);
     }
     return 0;
 }
 
-// calloc of n items and of an index that is at most half full.
+// Allocates n zeroed items and their hash table, at most half full.
 static int gguf__tables(Gguf__Cursor *c, size_t n, size_t item, void **items, uint32_t **index, size_t *slots) {
     if (n == 0) return 0;
     *slots = 4;
@@ -725,15 +740,16 @@ static int gguf__tables(Gguf__Cursor *c, size_t n, size_t item, void **items, ui
     return *items && *index ? 0 : GGUF__FAIL(c, "E_NOMEM", c->pos, "out of memory for %zu entries", n);
 }
 
-// The container's checks, in the order in which errors take precedence. 0, < 0, or GGUF__MORE.
+// Parses the file's head: all checks of the container, in the order in which errors are reported. 0, < 0, or
+// GGUF__MORE.
 static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t size) {
     Gguf__Cursor cursor = {g, bytes, 0, loaded, size, "header", {0}}, *c = &cursor;
     g->meta = bytes;
     g->file_size = size;
     GGUF__TRY(gguf__need(c, 24, "header"));
     if (memcmp(bytes, "GGUF", 4) != 0)
-        return GGUF__FAIL(c, "E_MAGIC", 0, "magic: expected 47 47 55 46 (GGUF), got %02x %02x %02x %02x", bytes[0], bytes[1],
-                          bytes[2], bytes[3]);
+        return GGUF__FAIL(c, "E_MAGIC", 0, "magic: expected 47 47 55 46 (GGUF), got %02x %02x %02x %02x", bytes[0],
+                          bytes[1], bytes[2], bytes[3]);
     c->pos = 4;
     g->version = gguf__u32(c);
     if ((g->version & 0xffff) == 0)
@@ -747,11 +763,11 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
         return GGUF__FAIL(c, "E_NTENSORS", 8, "tensor count: expected at most %d, got %llu", GGUF__COUNT_MAX,
                           (unsigned long long)n_tensors);
     if (n_kvs > GGUF__COUNT_MAX || n_kvs * GGUF__KV_MIN > rest)
-        return GGUF__FAIL(c, "E_NKV", 16, "key count: expected at most %d, with at least %d bytes per key, got %llu", GGUF__COUNT_MAX,
-                          GGUF__KV_MIN, (unsigned long long)n_kvs);
+        return GGUF__FAIL(c, "E_NKV", 16, "key count: expected at most %d, with at least %d bytes per key, got %llu",
+                          GGUF__COUNT_MAX, GGUF__KV_MIN, (unsigned long long)n_kvs);
     if (n_tensors * GGUF__TENSOR_MIN > rest - n_kvs * GGUF__KV_MIN)
-        return GGUF__FAIL(c, "E_NTENSORS", 8, "tensor count: expected at least %d bytes per tensor, got %llu tensors", GGUF__TENSOR_MIN,
-                          (unsigned long long)n_tensors);
+        return GGUF__FAIL(c, "E_NTENSORS", 8, "tensor count: expected at least %d bytes per tensor, got %llu tensors",
+                          GGUF__TENSOR_MIN, (unsigned long long)n_tensors);
     void *kvs = NULL, *tensors = NULL;
     int failed = gguf__tables(c, (size_t)n_kvs, sizeof(GgufKv), &kvs, &g->kv_index, &g->kv_slots);
     if (!failed)
@@ -764,7 +780,7 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
         c->kind = "key";
         c->name = (GgufStr){0};
         size_t at = c->pos;
-        g->n_kvs = i + 1;                       // from here on gguf_close frees its strings
+        g->n_kvs = i + 1;                       // now gguf_close frees its strings
         GGUF__TRY(gguf__kv(c, &g->kvs[i]));
         size_t slot = gguf__slot(g->kv_index, g->kv_slots, g->kvs, sizeof(GgufKv), g->kvs[i].key);
         if (g->kv_index[slot]) return GGUF__FAIL(c, "E_KEY_DUP", at, "expected each key once, got a duplicate");
@@ -810,12 +826,12 @@ void gguf_close(Gguf *g) {
     g->n_copies = g->n_maps = 0;
 }
 
-// Tensor data start in `data`, the whole file in memory.
+// Sets the data pointers of all tensors. data: the whole file in memory.
 static void gguf__bind(Gguf *g, const uint8_t *data) {
     for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data + g->data_start + (size_t)g->tensors[i].offset;
 }
 
-// Map one more file (fd -1: zeroed private memory); gguf_close unmaps it. NULL: err says why.
+// Maps one more file (fd -1: zeroed private memory); gguf_close unmaps it. NULL: see err.
 static void *gguf__map(Gguf *g, int fd, size_t size) {
     void *maps = realloc(g->maps, (g->n_maps + 1) * sizeof *g->maps);
     if (!maps) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", 0, "out of memory for a mapping"), NULL;
@@ -839,20 +855,23 @@ void gguf_drop_pages(const Gguf *g, const void *data, size_t size) {
         const uintptr_t at = (uintptr_t)g->maps[i].at;
         if (!g->maps[i].file || from < at || end > at + g->maps[i].size) continue;
 #ifdef MADV_PAGEOUT
-        madvise((void *)from, end - from, MADV_PAGEOUT);       // out of the page cache too, where the file is the caller's
+        madvise((void *)from, end - from, MADV_PAGEOUT);       // from the page cache too, if the user owns the file
 #endif
         madvise((void *)from, end - from, MADV_DONTNEED);
     }
 }
 
-// Open a regular file for reading: its descriptor and size, or -1. `code` names the failure to open it.
+// Opens a regular file for reading. Returns its descriptor and size, or -1. code: the error code if it cannot be
+// opened.
 static int gguf__open_regular(Gguf *g, const char *path, const char *code, size_t *size) {
     struct stat st;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);         // NONBLOCK: a FIFO must not make us wait for a writer
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);         // NONBLOCK: opening a FIFO must not block
     if (fd < 0) return gguf__fail(g, "file", (GgufStr){0}, code, 0, "cannot open: %s", strerror(errno));
     int failed = 0;
-    if (fstat(fd, &st) != 0) failed = gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
-    else if (!S_ISREG(st.st_mode)) failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
+    if (fstat(fd, &st) != 0)
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_STAT", 0, "cannot stat: %s", strerror(errno));
+    else if (!S_ISREG(st.st_mode))
+        failed = gguf__fail(g, "file", (GgufStr){0}, "E_NOTFILE", 0, "expected a regular file");
     else if ((uint64_t)st.st_size > SIZE_MAX / 16)
         failed = gguf__fail(g, "file", (GgufStr){0}, "E_MAP", 0, "expected a size that fits memory, got %lld",
                             (long long)st.st_size);
@@ -861,21 +880,21 @@ static int gguf__open_regular(Gguf *g, const char *path, const char *code, size_
     return failed ? -1 : fd;
 }
 
-// Read exactly n bytes from byte `at` on. 0 or -1.
+// Reads exactly n bytes at offset `at`. 0 or -1.
 static int gguf__read(Gguf *g, int fd, void *to, size_t n, size_t at) {
     for (size_t have = 0; have < n; ) {
         ssize_t got = pread(fd, (uint8_t *)to + have, n - have, (off_t)(at + have));
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0)
-            return gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", at + have, "expected %zu more bytes, got %s", n - have,
-                              got < 0 ? strerror(errno) : "the end of the file");
+            return gguf__fail(g, "file", (GgufStr){0}, "E_TRUNC", at + have, "expected %zu more bytes, got %s",
+                              n - have, got < 0 ? strerror(errno) : "the end of the file");
         have += (size_t)got;
     }
     return 0;
 }
 
-// Read the file's head into a growing private copy until the metadata lies in it, then map the file. The copy is what
-// was checked and what is used: another process may still change the pages of a mapping.
+// Reads the file's head into a growing private copy until all metadata is in it, then maps the file. The metadata is
+// used from the checked copy only, because another process can change the pages of a mapping.
 static int gguf__load(Gguf *g, int fd, size_t size) {
     size_t have = 0;
     g->copies = (uint8_t **)calloc(1, sizeof *g->copies);
@@ -884,7 +903,8 @@ static int gguf__load(Gguf *g, int fd, size_t size) {
     for (size_t want = (size_t)1 << 20;; want *= 2) {
         if (want > size) want = size;
         uint8_t *copy = (uint8_t *)realloc(g->copies[0], want ? want : 1);
-        if (!copy) return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "out of memory for %zu bytes of metadata", want);
+        if (!copy)
+            return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "out of memory for %zu bytes of metadata", want);
         g->copies[0] = copy;
         if (gguf__read(g, fd, copy + have, want - have, have) < 0) return -1;
         have = want;
@@ -893,15 +913,15 @@ static int gguf__load(Gguf *g, int fd, size_t size) {
         if (result == 0) break;
         gguf__free_tables(g);
         if (want >= GGUF__META_MAX)
-            return gguf__fail(g, "file", (GgufStr){0}, "E_STR_LEN", have, "expected at most %zu bytes of metadata, got more",
-                              GGUF__META_MAX);
+            return gguf__fail(g, "file", (GgufStr){0}, "E_STR_LEN", have,
+                              "expected at most %zu bytes of metadata, got more", GGUF__META_MAX);
     }
     void *at = gguf__map(g, fd, size);
     if (at) gguf__bind(g, (const uint8_t *)at);
     return at ? 0 : -1;
 }
 
-// One file, whether it is a part of something or not.
+// Opens one file, which may be a part of a split model.
 static int gguf__open_file(Gguf *g, const char *path, const char *code) {
     size_t size = 0;
     memset(g, 0, sizeof *g);
@@ -915,9 +935,10 @@ static int gguf__open_file(Gguf *g, const char *path, const char *code) {
 
 // ---- reading keys ------------------------------------------------------------------------------------------------
 
-#define GGUF__KV_FAIL(g, kv, code, ...) gguf__fail(g, "key", (kv)->key, code, (size_t)((kv)->data - (g)->meta), __VA_ARGS__)
+#define GGUF__KV_FAIL(g, kv, code, ...) \
+    gguf__fail(g, "key", (kv)->key, code, (size_t)((kv)->data - (g)->meta), __VA_ARGS__)
 
-// Integer number i of a scalar or array of integers.
+// Integer i of a scalar or an array.
 static int gguf__int_at(Gguf *g, const GgufKv *kv, size_t i, int64_t min, int64_t max, int64_t *out) {
     const uint8_t *p = kv->data + i * gguf__values[kv->elem_type].bytes;
     uint64_t u = 0;
@@ -982,7 +1003,8 @@ int gguf_get_ints(Gguf *g, const char *key, int64_t min, int64_t max, int64_t *o
         return GGUF__KV_FAIL(g, kv, "E_META_TYPE", "expected integers, got %s%s", is_array ? "an array of " : "",
                              gguf__values[kv->elem_type].name);
     if (is_array && kv->count != n)
-        return GGUF__KV_FAIL(g, kv, "E_META_ARRAY", "expected %zu elements, got %llu", n, (unsigned long long)kv->count);
+        return GGUF__KV_FAIL(g, kv, "E_META_ARRAY", "expected %zu elements, got %llu", n,
+                             (unsigned long long)kv->count);
     for (size_t i = 0; i < n; i++)
         if (gguf__int_at(g, kv, is_array ? i : 0, min, max, &out[i]) < 0) return -1;
     return 1;
@@ -1000,17 +1022,18 @@ int gguf_get_strs(Gguf *g, const char *key, const GgufStr **out, size_t *n) {
 }
 
 // ---- opening -----------------------------------------------------------------------------------------------------
-// A part of a split model is parsed by itself, as a file of its own, and then hands its tensors to the whole.
+// Each part of a split model is parsed as a separate file; then its tensors are moved to the first part's Gguf.
 
 #define GGUF__SUFFIX 20                     // bytes of "-00001-of-00003.gguf"
 
-typedef struct { int64_t count, no, tensors; } Gguf__Split;         // what a file says about the split that it is a part of
+typedef struct { int64_t count, no, tensors; } Gguf__Split;         // the split.* keys of a file
 
 static int gguf__split_key(Gguf *g, const char *key, bool is_u16, const char *code, int64_t max, int64_t *out) {
     const GgufKv *kv = gguf_find_kv(g, key);
     if (!kv) return gguf__fail(g, "key", gguf__str(key), code, 24, "missing in one part of a split model");
     if (is_u16 ? kv->type != GGUF_V_U16 : !gguf__values[kv->type].is_int)
-        return GGUF__KV_FAIL(g, kv, code, "expected %s, got %s", is_u16 ? "u16" : "an integer", gguf__values[kv->type].name);
+        return GGUF__KV_FAIL(g, kv, code, "expected %s, got %s", is_u16 ? "u16" : "an integer",
+                             gguf__values[kv->type].name);
     if (gguf__int_at(g, kv, 0, INT64_MIN, INT64_MAX, out) < 0) return -1;
     if (*out < 0 || *out > max)
         return GGUF__KV_FAIL(g, kv, code, "expected 0..%lld, got %lld", (long long)max, (long long)*out);
@@ -1033,7 +1056,8 @@ int gguf_parse(Gguf *g, const void *bytes, size_t size) {
     const GgufKv *kv = failed ? NULL : gguf_find_kv(g, "split.count");
     if (kv) failed = gguf__split_key(g, "split.count", true, "E_SPLIT_COUNT", GGUF__SPLIT_MAX, &count);
     if (!failed && count > 1)
-        failed = GGUF__KV_FAIL(g, kv, "E_SPLIT_COUNT", "expected a whole model, got one of %lld parts; open it by its name",
+        failed = GGUF__KV_FAIL(g, kv, "E_SPLIT_COUNT",
+                               "expected a whole model, got one of %lld parts; open it by its name",
                                (long long)count);
     if (failed) gguf_close(g);
     else gguf__bind(g, (const uint8_t *)bytes);
@@ -1044,8 +1068,8 @@ static void gguf__suffix(char *out, int64_t no, int64_t count) {     // (GGUF__S
     snprintf(out, GGUF__SUFFIX + 1, "-%05u-of-%05u.gguf", (unsigned)(no + 1) % 100000, (unsigned)count % 100000);
 }
 
-// Check that `part` is number i of `count`, then give g its tensors, for which g has room up to `total`, and of the
-// first part the keys.
+// Checks that `part` is part i of `count`, then moves its tensors to g, which has room for `total`; and the keys of the
+// first part.
 static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t total) {
     Gguf__Split s;
     GGUF__TRY(gguf__split_key(part, "split.count", true, "E_SPLIT_COUNT", 65535, &s.count));
@@ -1054,8 +1078,8 @@ static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t tota
                              "expected %lld parts as in the first file, got %lld", (long long)count, (long long)s.count);
     GGUF__TRY(gguf__split_key(part, "split.no", true, "E_SPLIT_NO", 65535, &s.no));
     if (s.no != i)
-        return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.no"), "E_SPLIT_NO", "expected %lld as in the file name, got %lld",
-                             (long long)i, (long long)s.no);
+        return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.no"), "E_SPLIT_NO",
+                             "expected %lld as in the file name, got %lld", (long long)i, (long long)s.no);
     if (part->n_tensors > total - g->n_tensors)
         return gguf__fail(part, "header", (GgufStr){0}, "E_SPLIT_TENSORS", 8,
                           "tensor count: expected at most %zu, the rest of split.tensors.count, got %zu",
@@ -1064,7 +1088,8 @@ static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t tota
         const GgufTensor *t = &part->tensors[k];
         size_t slot = gguf__slot(g->tensor_index, g->tensor_slots, g->tensors, sizeof(GgufTensor), t->name);
         if (g->tensor_index[slot])
-            return gguf__fail(part, "tensor", t->name, "E_NAME_DUP", (size_t)((const uint8_t *)t->name.s - part->meta) - 8,
+            return gguf__fail(part, "tensor", t->name, "E_NAME_DUP",
+                              (size_t)((const uint8_t *)t->name.s - part->meta) - 8,
                               "expected each name once in all parts, got a duplicate");
         g->tensors[g->n_tensors++] = *t;
         g->tensor_index[slot] = (uint32_t)g->n_tensors;
@@ -1088,7 +1113,7 @@ static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t tota
     return 0;
 }
 
-// g is an open file. If it is the first part of a split model, open the others and make g the whole.
+// g is an open file. If it is the first part of a split model, opens the other parts and makes g the whole model.
 static int gguf__open_parts(Gguf *g) {
     Gguf__Split s;
     char suffix[GGUF__SUFFIX + 1];
@@ -1098,15 +1123,16 @@ static int gguf__open_parts(Gguf *g) {
     gguf__suffix(suffix, 0, s.count);
     if (s.no != 0)
         return GGUF__KV_FAIL(g, gguf_find_kv(g, "split.no"), "E_SPLIT_NO",
-                             "expected the first part of a split model, got part %lld of %lld; open the file that ends in %s",
+                             "expected the first part of a split model, got part %lld of %lld; "
+                             "open the file that ends in %s",
                              (long long)s.no + 1, (long long)s.count, suffix);
     if (n < GGUF__SUFFIX || strcmp(g->path + n - GGUF__SUFFIX, suffix) != 0)
         return GGUF__KV_FAIL(g, gguf_find_kv(g, "split.count"), "E_SPLIT_NAME",
-                             "one of %lld parts: expected a file name that ends in %s, to find the others", (long long)s.count,
-                             suffix);
+                             "one of %lld parts: expected a file name that ends in %s, to find the others",
+                             (long long)s.count, suffix);
     GGUF__TRY(gguf__split_key(g, "split.tensors.count", false, "E_SPLIT_TENSORS", GGUF__COUNT_MAX, &s.tensors));
 
-    // g starts over, empty and with room for everything; its own file is the first to be joined.
+    // g becomes empty, with room for all tensors; its own file is the first one to be joined.
     const size_t total = (size_t)s.tensors;
     Gguf part = *g;
     Gguf__Cursor c = {.g = g, .kind = "file"};
@@ -1146,9 +1172,9 @@ int gguf_open(Gguf *g, const char *path) {
     return failed;
 }
 
-// ---- payload -----------------------------------------------------------------------------------------------------
+// ---- checking tensor data ----------------------------------------------------------------------------------------
 
-// Where a block holds f16 numbers that scale it; -1: none. Floats and the FP4 formats are checked by their own rules.
+// Offsets of the f16 scales in a block; -1: none. Floats and the FP4 formats have their own checks.
 static const int16_t gguf__scale_at[GGUF_N_TYPES][2] = {
     [GGUF_Q4_0]   = {0, -1},  [GGUF_Q4_1]   = {0, 2},   [GGUF_Q5_0]    = {0, -1},   [GGUF_Q5_1]    = {0, 2},
     [GGUF_Q8_0]   = {0, -1},  [GGUF_Q8_1]   = {0, 2},   [GGUF_Q2_K]    = {80, 82},  [GGUF_Q3_K]    = {108, -1},
@@ -1158,7 +1184,7 @@ static const int16_t gguf__scale_at[GGUF_N_TYPES][2] = {
     [GGUF_TQ2_0]  = {64, -1}, [GGUF_Q1_0]   = {0, -1},  [GGUF_Q2_0]    = {0, -1},
 };
 
-// Is this block free of NaN, Inf and reserved values?
+// True: the block has no NaN, Inf or reserved value.
 static inline bool gguf__block_good(int type, const uint8_t *b) {
     uint64_t u64;
     uint32_t u32;
@@ -1181,7 +1207,8 @@ static inline bool gguf__block_good(int type, const uint8_t *b) {
     }
 }
 
-// The same for 256 elements of F32, F16 or BF16 at once: loops without an exit become vectors.
+// The same for 256 elements of F32, F16 or BF16 at once. The loop has no early exit, so that the compiler vectorises
+// it.
 static inline bool gguf__floats_good(int type, const uint8_t *b) {
     uint32_t u32[256], bad = 0;
     uint16_t u16[256], mask = type == GGUF_F16 ? 0x7c00 : 0x7f80;
@@ -1252,7 +1279,8 @@ void gguf_put_kv(GgufWriter *w, const GgufKv *kv) {
 }
 
 static void gguf__put_scalar(GgufWriter *w, const char *key, int type, const void *v) {
-    gguf_put_kv(w, &(GgufKv){.key = gguf__str(key), .type = type, .elem_type = type, .count = 1, .data = (const uint8_t *)v});
+    gguf_put_kv(w, &(GgufKv){.key = gguf__str(key), .type = type, .elem_type = type, .count = 1,
+                             .data = (const uint8_t *)v});
 }
 void gguf_put_u32(GgufWriter *w, const char *key, uint32_t v) { gguf__put_scalar(w, key, GGUF_V_U32, &v); }
 void gguf_put_f32(GgufWriter *w, const char *key, float v) { gguf__put_scalar(w, key, GGUF_V_F32, &v); }
@@ -1336,10 +1364,12 @@ static size_t gguf__json_space(const char *s, size_t i, size_t n) {
 static bool gguf__json_digit(const char *s, size_t i, size_t n) { return i < n && s[i] >= '0' && s[i] <= '9'; }
 
 static int gguf__hex(char c) {
-    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+    if (c >= '0' && c <= '9') return c - '0';
+    if (c >= 'a' && c <= 'f') return c - 'a' + 10;
+    return c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
 }
 
-// The end of the string or scalar that starts at i; NULL in *err, or what was expected where the result points.
+// Returns the end of the string or scalar that starts at i. On an error, *err says what was expected at the result.
 static size_t gguf__json_scalar(const char *s, size_t i, size_t n, int *type, const char **err) {
     *err = NULL;
     if (s[i] == '"') {
@@ -1384,13 +1414,11 @@ static size_t gguf__json_scalar(const char *s, size_t i, size_t n, int *type, co
     return i;
 }
 
-int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at, const char **err) {
+// Checks the value that starts at i. Returns its end; on an error, *err says what was expected at the result.
+static size_t gguf__json_value_end(const char *text, size_t i, size_t n, const char **err) {
     char open[GGUF__JSON_DEPTH];                // '[' or '{' of each level
     int depth = 0, type;
-    bool want_key = false, may_close = false;   // in an object, before a key; right after an opening bracket
-    const size_t start = gguf__json_space(text, 0, n);
-    size_t i = start;
-    *err = NULL;
+    bool want_key = false, may_close = false;   // want_key: in an object, before a key; may_close: after '[' or '{'
     for (;;) {
         i = gguf__json_space(text, i, n);
         if (i >= n) { *err = depth ? "the end of an array or object" : "a value"; break; }
@@ -1416,7 +1444,7 @@ int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at,
             i = gguf__json_scalar(text, i, n, &type, err);
             if (*err) break;
         }
-        // A value is complete: close what ends here, then go on behind a comma.
+        // A value is complete: close the containers that end here, then continue after a comma.
         for (;;) {
             if (depth == 0) break;
             i = gguf__json_space(text, i, n);
@@ -1430,9 +1458,15 @@ int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at,
         want_key = open[depth - 1] == '{';
         may_close = false;
     }
+    return i;
+}
+
+int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at, const char **err) {
+    *err = NULL;
+    const size_t start = gguf__json_space(text, 0, n), end = gguf__json_value_end(text, start, n, err);
+    size_t i = end;
     if (!*err) {
-        const size_t end = i;
-        i = gguf__json_space(text, i, n);
+        i = gguf__json_space(text, end, n);
         if (i == n) {
             const char c = text[start];
             value->type = c == '{' ? GGUF_J_OBJECT : c == '[' ? GGUF_J_ARRAY : GGUF_J_NULL;
@@ -1447,7 +1481,7 @@ int gguf_json_parse(const char *text, size_t n, GgufJson *value, size_t *err_at,
     return -1;
 }
 
-// The value that starts at s, inside a checked text that ends at s + n.
+// The value that starts at s, in a checked text that ends at s + n.
 static GgufJson gguf__json_value(const char *s, size_t n) {
     GgufJson v = {*s == '{' ? GGUF_J_OBJECT : GGUF_J_ARRAY, s, 0};
     const char *err;
@@ -1467,7 +1501,7 @@ static GgufJson gguf__json_value(const char *s, size_t n) {
 }
 
 bool gguf_json_next(GgufJson *rest, GgufJson *key, GgufJson *value) {
-    size_t i = gguf__json_space(rest->s, 1, rest->n);               // behind the bracket or the comma
+    size_t i = gguf__json_space(rest->s, 1, rest->n);               // after the bracket or comma
     if (i >= rest->n || rest->s[i] == ']' || rest->s[i] == '}') return false;
     if (rest->type == GGUF_J_OBJECT) {
         const GgufJson name = gguf__json_value(rest->s + i, rest->n - i);
@@ -1500,7 +1534,7 @@ size_t gguf_utf8(uint32_t c, char out[4]) {
     return (size_t)more + 1;
 }
 
-// The character at s, of a string without its quotes, to out (4 bytes); *used: the bytes read.
+// Decodes one character at s, inside the quotes of a string, to out (4 bytes). *used: the number of bytes read.
 static size_t gguf__json_char(const char *s, size_t n, char *out, size_t *used) {
     *used = 1;
     if (s[0] != '\\') return out[0] = s[0], 1;
@@ -1574,22 +1608,24 @@ static const struct {
     int type, bits;                         // type -1: no tensor type of GGUF
 } gguf__dtypes[] = {
     {"F32", GGUF_F32, 32}, {"F16", GGUF_F16, 16}, {"BF16", GGUF_BF16, 16}, {"F64", GGUF_F64, 64}, {"I8", GGUF_I8, 8},
-    {"I16", GGUF_I16, 16}, {"I32", GGUF_I32, 32}, {"I64", GGUF_I64, 64}, {"BOOL", -1, 8}, {"U8", -1, 8}, {"U16", -1, 16},
+    {"I16", GGUF_I16, 16}, {"I32", GGUF_I32, 32}, {"I64", GGUF_I64, 64}, {"BOOL", -1, 8}, {"U8", -1, 8},
+    {"U16", -1, 16},
     {"U32", -1, 32}, {"U64", -1, 64}, {"C64", -1, 64}, {"F8_E4M3", -1, 8}, {"F8_E5M2", -1, 8}, {"F8_E8M0", -1, 8},
     {"F8_E4M3FNUZ", -1, 8}, {"F8_E5M2FNUZ", -1, 8}, {"F6_E2M3", -1, 6}, {"F6_E3M2", -1, 6}, {"F4", -1, 4},
 };
 
 typedef struct {                            // one file while its header is read
     Gguf *g;
-    const char *header;                     // the private copy; byte 8 of the file
-    GgufStr name;                           // of the tensor at hand
+    const char *header;                     // the private copy of the JSON, which starts at byte 8 of the file
+    GgufStr name;                           // of the current tensor
     uint64_t data_size;
 } Gguf__St;
 
 #define GGUF__ST_FAIL(f, code, at, ...) \
-    gguf__fail((f)->g, (f)->name.n ? "tensor" : "header", (f)->name, code, 8 + (size_t)((at) - (f)->header), __VA_ARGS__)
+    gguf__fail((f)->g, (f)->name.n ? "tensor" : "header", (f)->name, code, 8 + (size_t)((at) - (f)->header), \
+               __VA_ARGS__)
 
-// The tensor that one member of the header describes, without its bytes.
+// Reads one member of the header into a tensor, without its data.
 static int gguf__st_tensor(Gguf__St *f, const GgufJson *entry, GgufTensor *t) {
     GgufJson dtype, shape, offsets, v;
     if (entry->type != GGUF_J_OBJECT) return GGUF__ST_FAIL(f, "E_ST_FIELD", entry->s, "expected an object");
@@ -1605,18 +1641,20 @@ static int gguf__st_tensor(Gguf__St *f, const GgufJson *entry, GgufTensor *t) {
         return GGUF__ST_FAIL(f, "E_DTYPE", dtype.s, "dtype: expected a known type, such as \"BF16\"");
     t->type = gguf__dtypes[d].type;
 
-    // Rows first in the file: dimension number i of n goes to ne[n - 1 - i]. No dtype has more than two elements a byte, so
-    // no product of dimensions that could wrap is ever formed.
+    // The file has the slowest dimension first: dimension i of n goes to ne[n - 1 - i]. No dtype has more than two
+    // elements per byte, which bounds the products of dimensions, so they do not wrap.
     const uint64_t limit = 2 * f->data_size + 1;
     uint64_t n = 1;
     bool empty = false;
     size_t n_dims = 0, i = 0;
     for (GgufJson rest = shape; gguf_json_next(&rest, NULL, &v); n_dims++) {
         int64_t ne;
-        if (!gguf_json_int(&v, 0, INT64_MAX, &ne)) return GGUF__ST_FAIL(f, "E_DIM", v.s, "shape: expected integers");
+        if (!gguf_json_int(&v, 0, INT64_MAX, &ne))
+            return GGUF__ST_FAIL(f, "E_DIM", v.s, "shape: expected integers");
         if (ne == 0) empty = true;
         else if ((uint64_t)ne > limit / n)
-            return GGUF__ST_FAIL(f, "E_NELEM", v.s, "shape: expected at most %llu here for a file of this size, got %lld",
+            return GGUF__ST_FAIL(f, "E_NELEM", v.s,
+                                 "shape: expected at most %llu here for a file of this size, got %lld",
                                  (unsigned long long)(limit / n), (long long)ne);
         else n *= (uint64_t)ne;
     }
@@ -1635,16 +1673,19 @@ static int gguf__st_tensor(Gguf__St *f, const GgufJson *entry, GgufTensor *t) {
     for (i = 0; i < 2; i++)
         if (!gguf_json_next(&rest, NULL, &v) || !gguf_json_int(&v, 0, INT64_MAX, &span[i]))
             return GGUF__ST_FAIL(f, "E_ST_FIELD", offsets.s, "data_offsets: expected two integers");
-    if (gguf_json_next(&rest, NULL, &v)) return GGUF__ST_FAIL(f, "E_ST_FIELD", v.s, "data_offsets: expected no third number");
+    if (gguf_json_next(&rest, NULL, &v))
+        return GGUF__ST_FAIL(f, "E_ST_FIELD", v.s, "data_offsets: expected no third number");
     if (span[0] > span[1] || (uint64_t)span[1] > f->data_size)
-        return GGUF__ST_FAIL(f, "E_OFF_RANGE", offsets.s, "data_offsets: expected begin <= end <= %llu, got %lld and %lld",
+        return GGUF__ST_FAIL(f, "E_OFF_RANGE", offsets.s,
+                             "data_offsets: expected begin <= end <= %llu, got %lld and %lld",
                              (unsigned long long)f->data_size, (long long)span[0], (long long)span[1]);
     t->offset = (uint64_t)span[0];
     t->size = (uint64_t)(span[1] - span[0]);
     if (empty) n = 0;
-    const uint64_t bits = (uint64_t)gguf__dtypes[d].bits;               // n <= 2^64 / 64 for every file that can be mapped
+    const uint64_t bits = (uint64_t)gguf__dtypes[d].bits;               // n <= 2^64 / 64 in any file that can be mapped
     if (n > UINT64_MAX / bits || n * bits % 8 != 0 || n * bits / 8 != t->size)
-        return GGUF__ST_FAIL(f, "E_NBYTES", offsets.s, "data_offsets: expected %llu elements of %d bits, got %llu bytes",
+        return GGUF__ST_FAIL(f, "E_NBYTES", offsets.s,
+                             "data_offsets: expected %llu elements of %d bits, got %llu bytes",
                              (unsigned long long)n, (int)bits, (unsigned long long)t->size);
     return 0;
 }
@@ -1655,7 +1696,8 @@ static int gguf__st_order(const void *a, const void *b) {
     return x->size != y->size ? (x->size < y->size ? -1 : 1) : 0;
 }
 
-// Offsets, in their order, must be the running sum of the sizes and end with the data. sorted: (n) room.
+// Checks that the offsets, when sorted, are the running sum of the sizes and end at the end of the data. sorted: (n)
+// scratch.
 static int gguf__st_cover(Gguf__St *f, GgufTensor *tensors, size_t n, const GgufTensor **sorted) {
     uint64_t expect = 0;
     for (size_t i = 0; i < n; i++) sorted[i] = &tensors[i];
@@ -1663,7 +1705,8 @@ static int gguf__st_cover(Gguf__St *f, GgufTensor *tensors, size_t n, const Gguf
     for (size_t i = 0; i < n; i++) {
         f->name = sorted[i]->name;
         if (sorted[i]->offset != expect)
-            return GGUF__ST_FAIL(f, "E_OFF_SEQ", sorted[i]->name.s, "expected data at %llu, right after the previous tensor, got %llu",
+            return GGUF__ST_FAIL(f, "E_OFF_SEQ", sorted[i]->name.s,
+                                 "expected data at %llu, right after the previous tensor, got %llu",
                                  (unsigned long long)expect, (unsigned long long)sorted[i]->offset);
         expect += sorted[i]->size;
     }
@@ -1674,8 +1717,8 @@ static int gguf__st_cover(Gguf__St *f, GgufTensor *tensors, size_t n, const Gguf
     return 0;
 }
 
-// Room for n tensors, in their array and in the table. Only when it grows, to twice its size or more, is the table
-// filled anew: the files of a set cost no more than one file with the tensors of all.
+// Makes room for n tensors in their array and in the hash table. The table at least doubles when it grows, so that a
+// set of files costs no more than one file with all their tensors.
 static bool gguf__st_room(Gguf *g, size_t n) {
     size_t slots = g->tensor_slots ? g->tensor_slots : 4;
     while (slots < 2 * n + 4) slots *= 2;
@@ -1694,14 +1737,15 @@ static bool gguf__st_room(Gguf *g, size_t n) {
     return true;
 }
 
-// Append the tensors of one file of `size` bytes. header: (n) the private copy of its JSON.
+// Appends the tensors of one file of `size` bytes. header: (n) the private copy of its JSON.
 static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *header, size_t n) {
     Gguf__St f = {g, header, {0}, size - 8 - n};
     GgufJson root, rest, key, value;
     size_t at, count = 0;
     const char *err;
     if (n == 0 || header[0] != '{') return GGUF__ST_FAIL(&f, "E_JSON", header, "expected JSON that starts with {");
-    if (gguf_json_parse(header, n, &root, &at, &err) < 0) return GGUF__ST_FAIL(&f, "E_JSON", header + at, "expected %s", err);
+    if (gguf_json_parse(header, n, &root, &at, &err) < 0)
+        return GGUF__ST_FAIL(&f, "E_JSON", header + at, "expected %s", err);
     for (rest = root; gguf_json_next(&rest, &key, &value); ) count++;
     if (count > GGUF__COUNT_MAX || g->n_tensors > GGUF__COUNT_MAX)
         return GGUF__ST_FAIL(&f, "E_NTENSORS", header, "expected at most %d tensors, got %zu", GGUF__COUNT_MAX, count);
@@ -1720,7 +1764,8 @@ static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *
         for (size_t i = 0; i < t->name.n && !failed; i++) {
             const unsigned char ch = (unsigned char)t->name.s[i];
             if (ch < 0x21 || ch > 0x7e || ch == '\\')
-                failed = GGUF__ST_FAIL(&f, "E_NAME_CHAR", key.s, "expected bytes 0x21..0x7e without escapes, got 0x%02x", ch);
+                failed = GGUF__ST_FAIL(&f, "E_NAME_CHAR", key.s,
+                                       "expected bytes 0x21..0x7e without escapes, got 0x%02x", ch);
         }
         if (failed) break;
         uint32_t *slot = gguf__tensor_slot(g, t->name);
@@ -1738,10 +1783,11 @@ static int gguf__st_add(Gguf *g, const uint8_t *bytes, size_t size, const char *
     return failed;
 }
 
-// The length of a file's header, checked against the file.
+// The length of a file's header, checked against the size of the file.
 static int gguf__st_header(Gguf *g, const uint8_t *first8, size_t size, size_t *n) {
     uint64_t v = 0;
-    if (size < 8) return gguf__fail(g, "header", (GgufStr){0}, "E_TRUNC", 0, "expected 8 bytes of length, got %zu", size);
+    if (size < 8)
+        return gguf__fail(g, "header", (GgufStr){0}, "E_TRUNC", 0, "expected 8 bytes of length, got %zu", size);
     memcpy(&v, first8, 8);
     if (v > GGUF__ST_HEADER_MAX)
         return gguf__fail(g, "header", (GgufStr){0}, "E_ST_HEADER", 0, "expected at most %llu bytes of JSON, got %llu",
@@ -1780,7 +1826,7 @@ static int gguf__st_file(Gguf *g, const char *path) {
     return gguf__st_add(g, at, size, header, n);
 }
 
-// One more file of a set: `name` beside `path`.
+// Opens one more file of a set: `name`, in the folder of `path`.
 static int gguf__st_part(Gguf *g, const char *path, GgufStr name) {
     char full[4096], shown[GGUF__SHOWN_MAX], why[sizeof g->err];
     const char *slash = strrchr(path, '/');
@@ -1793,9 +1839,9 @@ static int gguf__st_part(Gguf *g, const char *path, GgufStr name) {
     return -1;
 }
 
-// The files that an index names, each once, then all tensors that it promises.
+// Opens each file that an index names, once, then checks that all tensors of the index are there.
 static int gguf__st_index(Gguf *g, const char *path) {
-    Gguf text = {0};                                    // its mapping alone is used
+    Gguf text = {0};                                    // only its mapping is used
     size_t size = 0;
     int fd = gguf__open_regular(g, path, "E_OPEN", &size);
     if (fd < 0) return -1;
@@ -1818,7 +1864,7 @@ static int gguf__st_index(Gguf *g, const char *path) {
     for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
         const GgufStr name = value.type == GGUF_J_STRING ? (GgufStr){value.s + 1, value.n - 2} : (GgufStr){0};
         size_t i = 0;
-        if (n_tensors++ == GGUF__COUNT_MAX)             // before it buys as many searches among the files
+        if (n_tensors++ == GGUF__COUNT_MAX)             // before so many names are looked up
             failed = gguf__fail(g, "index", (GgufStr){0}, "E_NTENSORS", (size_t)(key.s - json),
                                 "expected at most %d tensors, got more", GGUF__COUNT_MAX);
         while (i < n_files && !(files[i].n == name.n && memcmp(files[i].s, name.s, name.n) == 0)) i++;
@@ -1840,13 +1886,14 @@ static int gguf__st_index(Gguf *g, const char *path) {
     return failed;
 }
 
-// All parts of the set whose first is `path`, PREFIX-00001-of-0000N.safetensors.
+// Opens all files of the set whose first file is `path`, PREFIX-00001-of-0000N.safetensors.
 static int gguf__st_numbered(Gguf *g, const char *path) {
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
     const size_t prefix = strlen(name) - strlen("-00001-of-00001.safetensors");
     const int n = atoi(name + prefix + 10);
     if (n < 1 || n > GGUF__ST_FILES_MAX || prefix > 200)
-        return gguf__fail(g, "file", (GgufStr){0}, "E_SPLIT_NAME", 0, "expected 1..%d parts, got %d", GGUF__ST_FILES_MAX, n);
+        return gguf__fail(g, "file", (GgufStr){0}, "E_SPLIT_NAME", 0, "expected 1..%d parts, got %d",
+                          GGUF__ST_FILES_MAX, n);
     for (int i = 1; i <= n; i++) {
         char part[256];
         snprintf(part, sizeof part, "%.*s-%05d-of-%05d.safetensors", (int)prefix, name, i, n);
@@ -1855,7 +1902,7 @@ static int gguf__st_numbered(Gguf *g, const char *path) {
     return 0;
 }
 
-// PREFIX-00001-of-NNNNN.safetensors
+// True: the name has the form PREFIX-00001-of-NNNNN.safetensors.
 static bool gguf__st_is_first(const char *name) {
     const char *form = "-00001-of-NNNNN.safetensors";
     const size_t n = strlen(name), m = strlen(form);
@@ -1867,7 +1914,7 @@ static bool gguf__st_is_first(const char *name) {
     return true;
 }
 
-// What a folder holds, as a path of its own. 0 or < 0.
+// Finds what to open in a folder: model.safetensors, an index, or the first file of a set. 0 or < 0.
 static int gguf__st_in_folder(Gguf *g, const char *folder, char *path, size_t room) {
     static const char *const names[2] = {"model.safetensors", "model.safetensors.index.json"};
     for (int i = 0; i < 2; i++)
@@ -1878,8 +1925,8 @@ static int gguf__st_in_folder(Gguf *g, const char *folder, char *path, size_t ro
         if (gguf__st_is_first(e->d_name) && (size_t)snprintf(path, room, "%s/%s", folder, e->d_name) < room) found++;
     if (dir) closedir(dir);
     if (found == 1) return 0;
-    return gguf__fail(g, "folder", (GgufStr){0}, "E_OPEN", 0, "expected %s, its index or one numbered set of files, got %s", names[0],
-                      found ? "several sets" : "none of them");
+    return gguf__fail(g, "folder", (GgufStr){0}, "E_OPEN", 0, "expected %s, its index or one numbered set of files, got %s",
+                      names[0], found ? "several sets" : "none of them");
 }
 
 int gguf_open_safetensors(Gguf *g, const char *path) {
@@ -1902,16 +1949,16 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
 }
 
 // ---- block formats -----------------------------------------------------------------------------------------------
-// gguf__unpack is the formats' only definition here: it turns 256 elements of any quantised type (eight blocks of 32,
-// four of 64 or one of 256) into signed codes and their factors. Dequantising and both dots start from that.
+// gguf__unpack is the only code that knows the formats: it unpacks 256 elements of any quantised type (eight blocks of
+// 32, four of 64 or one of 256) into integer codes and their factors. Dequantising and both dot products use it.
 
 #if defined(__GNUC__)
-#define GGUF__INLINE static inline __attribute__((always_inline))   // a constant type each: no branches in the loops
+#define GGUF__INLINE static inline __attribute__((always_inline))   // with a constant type: no branches in the loops
 #else
 #define GGUF__INLINE static inline
 #endif
 
-// Both compilers unroll short loops completely before they could turn them into vectors; this makes them wait.
+// gcc and clang unroll short loops completely before they try to vectorise them. This prevents the early unrolling.
 #if defined(__clang__)
 #define GGUF__VECTOR_LOOP _Pragma("clang loop unroll(disable)")
 #elif defined(__GNUC__)
@@ -1926,7 +1973,8 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
 #define GGUF__DPBUSD _mm256_dpbusd_avx_epi32
 #endif
 
-// Do with T = type, a constant in each copy of the statement. A type that is not quantised does nothing.
+// Executes a statement with T = type, a constant in each copy of the statement. Does nothing for a type that is not
+// quantised.
 #define GGUF__FOR_TYPE(type, statement) \
     switch (type) { \
     GGUF__CASE(GGUF_Q8_0, statement)   GGUF__CASE(GGUF_Q4_0, statement)   GGUF__CASE(GGUF_Q4_1, statement) \
@@ -1937,7 +1985,7 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
     }
 #define GGUF__CASE(t, statement) case t: { enum { T = t }; statement; break; }
 
-// 32 bytes at once. Read and written through pointers to it; never passed or returned by value.
+// 32 bytes. Read and written through pointers; never passed or returned by value.
 typedef uint8_t Gguf__Bytes __attribute__((vector_size(32), aligned(1), may_alias));
 
 typedef struct {
@@ -1946,7 +1994,7 @@ typedef struct {
     int32_t sc[2][8], mn[2][8];     // integer factors of the first and the second half of each group
 } Gguf__Codes;
 
-// Which factors a type has. Element i of half h of group g is
+// The factors of a type. Element i of half h of group g is
 //   a[g]*sc[h][g]*w + b[g]*mn[h][g]      sc (and mn): one per half, n_scales 2; one per group, 1, in [0]; none (1), 0
 //   (h == 0 ? a[g] : b[g])*w             NVFP4, whose scales of 16 are floats
 GGUF__INLINE int gguf__n_scales(int type) {
@@ -1957,7 +2005,7 @@ GGUF__INLINE bool gguf__has_min(int type) {
     return type == GGUF_Q4_1 || type == GGUF_Q5_1 || type == GGUF_Q2_K || type == GGUF_Q4_K || type == GGUF_Q5_K;
 }
 
-// k of the 2^k that signed codes of few bits are kept with, so that none is negative; 0: nothing is added.
+// Signed codes of few bits are stored with 2^k added, so that none is negative. Returns k; 0: nothing is added.
 GGUF__INLINE int gguf__offset_bits(int type) {
     return type == GGUF_Q3_K ? 2 : type == GGUF_Q4_0 ? 3 : type == GGUF_Q5_0 ? 4 : type == GGUF_Q6_K ? 5 : 0;
 }
@@ -1975,28 +2023,30 @@ static inline float gguf__f16_at(const uint8_t *p) {
     return gguf_f16_to_f32(h);
 }
 
-// NVFP4: half of an unsigned E4M3 scale, because V holds doubled magnitudes.
+// NVFP4: half of an unsigned E4M3 scale, because V holds doubled values.
 static inline float gguf__e4m3_half(unsigned s) {
     s &= 127;
     if (s < 8) return (float)s * 0x1p-10f;
     return s == 127 ? 0 : gguf__float_of(((s >> 3) + 119) << 23 | (s & 7) << 20);
 }
 
-// MXFP4: 2^(e - 128) likewise, two subnormals among them. 255 is the format's NaN.
+// MXFP4: 2^(e - 128), half of the scale for the same reason. The two smallest are subnormal; 255 is NaN.
 static inline float gguf__e8m0_half(uint32_t e) {
     return e == 255 ? NAN : gguf__float_of(e >= 2 ? (e - 1) << 23 : 0x00200000u << e);
 }
 
-// The codes that nibbles stand for.
+// The codes of nibbles.
 static const int8_t gguf__nibble_t[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t gguf__nibble_v[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// The 32 codes of 16 bytes: low nibbles, then high ones; with run = 8 so for each 8 bytes. NULL: nibbles are the codes.
+// Unpacks 32 codes from 16 bytes: all low nibbles, then all high ones; run = 8: so for each 8 bytes. table NULL: the
+// codes are the nibbles.
 GGUF__INLINE void gguf__nibbles(const uint8_t *restrict q, const int8_t *restrict codes, int run, int8_t *restrict w) {
 #ifdef __AVX2__
     __m256i n = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)q));
     n = _mm256_and_si256(_mm256_srlv_epi32(n, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4)), _mm256_set1_epi8(15));
-    if (codes) n = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)codes)), n);
+    if (codes)
+        n = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)codes)), n);
     if (run == 8) n = _mm256_permute4x64_epi64(n, 0xd8);
     _mm256_storeu_si256((__m256i *)(void *)w, n);
 #else
@@ -2008,7 +2058,7 @@ GGUF__INLINE void gguf__nibbles(const uint8_t *restrict q, const int8_t *restric
 #endif
 }
 
-// Add 16 to code i where bit i of the 4 bytes at h is set.
+// Adds 16 to code i if bit i of the 4 bytes at h is set.
 GGUF__INLINE void gguf__fifth_bits(const uint8_t *restrict h, int8_t *restrict w) {
     uint32_t bits;
     memcpy(&bits, h, 4);
@@ -2024,7 +2074,7 @@ GGUF__INLINE void gguf__fifth_bits(const uint8_t *restrict h, int8_t *restrict w
 #endif
 }
 
-// Sixteen bytes, two for each group, to integers: those of the first halves, then of the second.
+// Converts sixteen bytes, two per group, to integers: first those of the first halves, then those of the second.
 GGUF__INLINE void gguf__split_halves(const void *bytes, bool is_signed, int minus, int32_t (*restrict out)[8]) {
     uint16_t pair[8];
     memcpy(pair, bytes, 16);
@@ -2043,13 +2093,14 @@ static inline void gguf__q4_k_scales(const uint8_t *restrict s, int32_t *restric
     for (int i = 0; i < 3; i++) memcpy(&w[i], s + 4 * i, 4);
     const uint64_t scales = (w[0] & 0x3f3f3f3f) | (uint64_t)((w[2] & 0x0f0f0f0f) | (w[0] >> 2 & 0x30303030)) << 32;
     const uint64_t minima = (w[1] & 0x3f3f3f3f) | (uint64_t)((w[2] >> 4 & 0x0f0f0f0f) | (w[1] >> 2 & 0x30303030)) << 32;
-    memcpy(bytes, &scales, 8), memcpy(bytes + 8, &minima, 8);
+    memcpy(bytes, &scales, 8);
+    memcpy(bytes + 8, &minima, 8);
     for (int g = 0; g < 8; g++) sc[g] = bytes[g];
     for (int g = 0; g < 8; g++) mn[g] = bytes[8 + g];
 }
 
-// Q3_K: the 6-bit scales of the sixteen sub-blocks, likewise: low four bits in the low nibbles of bytes 0..7 of s, then
-// in the high ones; upper two in bytes 8..11, those of sub-block j in bits 2*(j/4) of byte 8 + j%4.
+// Q3_K: the 6-bit scales of the sixteen sub-blocks. The low four bits are in the low nibbles of bytes 0..7 of s, then
+// in the high nibbles; the upper two bits of sub-block j are in bits 2*(j/4) of byte 8 + j%4.
 static inline void gguf__q3_k_scales(const uint8_t *restrict s, int32_t (*restrict sc)[8]) {
     uint32_t w[3], packed[4];
     memcpy(w, s, 12);
@@ -2062,8 +2113,14 @@ static inline void gguf__q3_k_scales(const uint8_t *restrict s, int32_t (*restri
 GGUF__INLINE void gguf__q4_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
     const Gguf__Bytes *q = (const Gguf__Bytes *)(const void *)b;
     Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
-    w[0] = q[0] & 15, w[1] = q[0] >> 4, w[2] = q[1] & 15, w[3] = q[1] >> 4;
-    w[4] = q[2] & 15, w[5] = q[2] >> 4, w[6] = q[3] & 15, w[7] = q[3] >> 4;
+    w[0] = q[0] & 15;
+    w[1] = q[0] >> 4;
+    w[2] = q[1] & 15;
+    w[3] = q[1] >> 4;
+    w[4] = q[2] & 15;
+    w[5] = q[2] >> 4;
+    w[6] = q[3] & 15;
+    w[7] = q[3] >> 4;
 }
 
 // Q5_K: as Q4_K, and bit g of h[l] is the fifth bit of element 32*g + l.
@@ -2071,8 +2128,14 @@ GGUF__INLINE void gguf__q5_k_codes(const uint8_t *restrict b, int8_t *restrict c
     const Gguf__Bytes h = *(const Gguf__Bytes *)(const void *)b;
     Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
     gguf__q4_k_codes(b + 32, codes);
-    w[0] |= h << 4 & 16, w[1] |= h << 3 & 16, w[2] |= h << 2 & 16, w[3] |= h << 1 & 16;
-    w[4] |= h & 16, w[5] |= h >> 1 & 16, w[6] |= h >> 2 & 16, w[7] |= h >> 3 & 16;
+    w[0] |= h << 4 & 16;
+    w[1] |= h << 3 & 16;
+    w[2] |= h << 2 & 16;
+    w[3] |= h << 1 & 16;
+    w[4] |= h & 16;
+    w[5] |= h >> 1 & 16;
+    w[6] |= h >> 2 & 16;
+    w[7] |= h >> 3 & 16;
 }
 
 // Q6_K: each half of 128 elements has 64 bytes ql and 32 bytes qh; element 32*k + l of it takes a nibble of
@@ -2080,84 +2143,107 @@ GGUF__INLINE void gguf__q5_k_codes(const uint8_t *restrict b, int8_t *restrict c
 GGUF__INLINE void gguf__q6_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
     const Gguf__Bytes *ql = (const Gguf__Bytes *)(const void *)b, *qh = ql + 4;
     Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
-    w[0] = (ql[0] & 15) | (qh[0] << 4 & 48), w[1] = (ql[1] & 15) | (qh[0] << 2 & 48);
-    w[2] = ql[0] >> 4 | (qh[0] & 48), w[3] = ql[1] >> 4 | (qh[0] >> 2 & 48);
-    w[4] = (ql[2] & 15) | (qh[1] << 4 & 48), w[5] = (ql[3] & 15) | (qh[1] << 2 & 48);
-    w[6] = ql[2] >> 4 | (qh[1] & 48), w[7] = ql[3] >> 4 | (qh[1] >> 2 & 48);
+    w[0] = (ql[0] & 15) | (qh[0] << 4 & 48);
+    w[1] = (ql[1] & 15) | (qh[0] << 2 & 48);
+    w[2] = ql[0] >> 4 | (qh[0] & 48);
+    w[3] = ql[1] >> 4 | (qh[0] >> 2 & 48);
+    w[4] = (ql[2] & 15) | (qh[1] << 4 & 48);
+    w[5] = (ql[3] & 15) | (qh[1] << 2 & 48);
+    w[6] = ql[2] >> 4 | (qh[1] & 48);
+    w[7] = ql[3] >> 4 | (qh[1] >> 2 & 48);
 }
 
-// Q2_K, Q3_K: element 128*n + 32*k + l takes bits 2k, 2k+1 of q[32*n + l]. Q3_K: and bit 4*n + k of h[l] above them.
+// Q2_K, Q3_K: element 128*n + 32*k + l is bits 2k, 2k+1 of q[32*n + l]; in Q3_K, bit 4*n + k of h[l] comes above them.
 GGUF__INLINE void gguf__q2_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
     const Gguf__Bytes *q = (const Gguf__Bytes *)(const void *)b;
     Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
-    w[0] = q[0] & 3, w[1] = q[0] >> 2 & 3, w[2] = q[0] >> 4 & 3, w[3] = q[0] >> 6;
-    w[4] = q[1] & 3, w[5] = q[1] >> 2 & 3, w[6] = q[1] >> 4 & 3, w[7] = q[1] >> 6;
+    w[0] = q[0] & 3;
+    w[1] = q[0] >> 2 & 3;
+    w[2] = q[0] >> 4 & 3;
+    w[3] = q[0] >> 6;
+    w[4] = q[1] & 3;
+    w[5] = q[1] >> 2 & 3;
+    w[6] = q[1] >> 4 & 3;
+    w[7] = q[1] >> 6;
 }
 GGUF__INLINE void gguf__q3_k_codes(const uint8_t *restrict b, int8_t *restrict codes) {
     const Gguf__Bytes h = *(const Gguf__Bytes *)(const void *)b;
     Gguf__Bytes *w = (Gguf__Bytes *)(void *)codes;
     gguf__q2_k_codes(b + 32, codes);
-    w[0] |= h << 2 & 4, w[1] |= h << 1 & 4, w[2] |= h & 4, w[3] |= h >> 1 & 4;
-    w[4] |= h >> 2 & 4, w[5] |= h >> 3 & 4, w[6] |= h >> 4 & 4, w[7] |= h >> 5 & 4;
+    w[0] |= h << 2 & 4;
+    w[1] |= h << 1 & 4;
+    w[2] |= h & 4;
+    w[3] |= h >> 1 & 4;
+    w[4] |= h >> 2 & 4;
+    w[5] |= h >> 3 & 4;
+    w[6] |= h >> 4 & 4;
+    w[7] |= h >> 5 & 4;
 }
 
-// 256 elements at b, or at a row's end the n groups of 32 that are left, and zeros.
-GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, int n, Gguf__Codes *restrict c) {
-    if (n < 8) memset(c->w, 0, sizeof c->w), memset(c->a, 0, sizeof c->a), memset(c->b, 0, sizeof c->b);
+// Unpacks n groups of 32 of the types with blocks of 32 or 64. False: the type has larger blocks.
+GGUF__INLINE bool gguf__unpack_groups(int type, const uint8_t *restrict b, int n, Gguf__Codes *restrict c) {
     switch (type) {
     case GGUF_Q8_0:
         for (int g = 0; g < n; g++, b += 34) {
             memcpy(c->w + 32 * g, b + 2, 32);
             c->a[g] = gguf__f16_at(b);
         }
-        return;
+        return true;
     case GGUF_Q4_0:
     case GGUF_IQ4_NL:
         for (int g = 0; g < n; g++, b += 18) {
             gguf__nibbles(b + 2, type == GGUF_Q4_0 ? NULL : gguf__nibble_t, 16, c->w + 32 * g);
             c->a[g] = gguf__f16_at(b);
         }
-        return;
+        return true;
     case GGUF_Q4_1:
         for (int g = 0; g < n; g++, b += 20) {
             gguf__nibbles(b + 4, NULL, 16, c->w + 32 * g);
-            c->a[g] = gguf__f16_at(b), c->b[g] = gguf__f16_at(b + 2);
+            c->a[g] = gguf__f16_at(b);
+            c->b[g] = gguf__f16_at(b + 2);
         }
-        return;
+        return true;
     case GGUF_Q5_0:
         for (int g = 0; g < n; g++, b += 22) {
             gguf__nibbles(b + 6, NULL, 16, c->w + 32 * g);
             gguf__fifth_bits(b + 2, c->w + 32 * g);
             c->a[g] = gguf__f16_at(b);
         }
-        return;
+        return true;
     case GGUF_Q5_1:
         for (int g = 0; g < n; g++, b += 24) {
             gguf__nibbles(b + 8, NULL, 16, c->w + 32 * g);
             gguf__fifth_bits(b + 4, c->w + 32 * g);
-            c->a[g] = gguf__f16_at(b), c->b[g] = gguf__f16_at(b + 2);
+            c->a[g] = gguf__f16_at(b);
+            c->b[g] = gguf__f16_at(b + 2);
         }
-        return;
+        return true;
     case GGUF_MXFP4:
         for (int g = 0; g < n; g++, b += 17) {
             gguf__nibbles(b + 1, gguf__nibble_v, 16, c->w + 32 * g);
             c->a[g] = gguf__e8m0_half(b[0]);
         }
-        return;
+        return true;
     case GGUF_NVFP4:
         for (int g = 0; g < n; g++) {
             const uint8_t *s = b + g / 2 * 36 + g % 2 * 2, *q = b + g / 2 * 36 + 4 + g % 2 * 16;
             gguf__nibbles(q, gguf__nibble_v, 8, c->w + 32 * g);
-            c->a[g] = gguf__e4m3_half(s[0]), c->b[g] = gguf__e4m3_half(s[1]);
+            c->a[g] = gguf__e4m3_half(s[0]);
+            c->b[g] = gguf__e4m3_half(s[1]);
         }
-        return;
+        return true;
     }
-    // One block of 256: one d for all groups.
+    return false;
+}
+
+// Unpacks a block of 256, which has one d for all groups.
+GGUF__INLINE void gguf__unpack_256(int type, const uint8_t *restrict b, Gguf__Codes *restrict c) {
     float d, dmin = 0;
     switch (type) {
     case GGUF_Q4_K:
     case GGUF_Q5_K:
-        d = gguf__f16_at(b), dmin = gguf__f16_at(b + 2);
+        d = gguf__f16_at(b);
+        dmin = gguf__f16_at(b + 2);
         gguf__q4_k_scales(b + 4, c->sc[0], c->mn[0]);
         if (type == GGUF_Q4_K) gguf__q4_k_codes(b + 16, c->w);
         else gguf__q5_k_codes(b + 16, c->w);
@@ -2173,11 +2259,15 @@ GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, int n, Gguf_
         gguf__q3_k_scales(b + 96, c->sc);
         break;
     case GGUF_Q2_K:
-        d = gguf__f16_at(b + 80), dmin = gguf__f16_at(b + 82);
+        d = gguf__f16_at(b + 80);
+        dmin = gguf__f16_at(b + 82);
         gguf__q2_k_codes(b + 16, c->w);
         gguf__split_halves(b, false, 0, c->sc);
         for (int h = 0; h < 2; h++)
-            GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) c->mn[h][g] = c->sc[h][g] >> 4, c->sc[h][g] &= 15;
+            GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) {
+                c->mn[h][g] = c->sc[h][g] >> 4;
+                c->sc[h][g] &= 15;
+            }
         break;
     default:                                        // IQ4_XS: low four bits in nibbles, upper two in 16 bits
         d = gguf__f16_at(b);
@@ -2186,10 +2276,23 @@ GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, int n, Gguf_
             c->sc[0][g] = ((b[4 + g / 2] >> (g % 2 * 4) & 15) | (b[2 + g / 4] >> (g % 4 * 2) & 3) << 4) - 32;
         }
     }
-    for (int g = 0; g < 8; g++) c->a[g] = d, c->b[g] = -dmin;
+    for (int g = 0; g < 8; g++) {
+        c->a[g] = d;
+        c->b[g] = -dmin;
+    }
 }
 
-// Up to 32 elements of a float type to f32.
+// Unpacks 256 elements at b; at the end of a row only the remaining n groups of 32, and zeros after them.
+GGUF__INLINE void gguf__unpack(int type, const uint8_t *restrict b, int n, Gguf__Codes *restrict c) {
+    if (n < 8) {
+        memset(c->w, 0, sizeof c->w);
+        memset(c->a, 0, sizeof c->a);
+        memset(c->b, 0, sizeof c->b);
+    }
+    if (!gguf__unpack_groups(type, b, n, c)) gguf__unpack_256(type, b, c);
+}
+
+// Converts up to 32 elements of a float type to f32.
 static inline void gguf__floats(int type, const uint8_t *p, float *dst, int n) {
     if (type == GGUF_F32) {
         memcpy(dst, p, (size_t)n * 4);
@@ -2244,7 +2347,7 @@ void gguf_dequantize(int type, const void *src, float *dst, size_t n) {
 void gguf_quantize_q8(const float *x, int8_t *q, float *scale, size_t n) {
     assert(n % 32 == 0);
     for (; n >= 32; n -= 32, x += 32, q += 32, scale++) {
-        uint32_t bits[32], top = 0;                 // of |x|: as integers they compare like the floats, NaN above Inf
+        uint32_t bits[32], top = 0;                 // of |x|: ordered like the floats, with NaN above Inf
         memcpy(bits, x, sizeof bits);
         for (int i = 0; i < 32; i++) {
             uint32_t u = bits[i] & 0x7fffffff;
@@ -2266,7 +2369,7 @@ static inline float gguf__fold(float *acc, int n) {
 }
 
 #ifdef __AVX512F__
-// 16 elements of a float type to f32.
+// Converts 16 elements of a float type to f32.
 GGUF__INLINE __m512 gguf__16_floats(int type, const uint8_t *p) {
     if (type == GGUF_F32) return _mm512_loadu_ps(p);
     const __m256i h = _mm256_loadu_si256((const __m256i *)(const void *)p);
@@ -2305,7 +2408,7 @@ float gguf_dot_f32(int type, const void *row, const float *x, size_t n) {
     return type == GGUF_F16 ? gguf__dot_floats(GGUF_F16, p, x, n) : gguf__dot_floats(GGUF_BF16, p, x, n);
 }
 
-// One weight row, converted once, times four rows of x. With AVX-512 all partial sums are in registers.
+// One weight row times four rows of x; each weight is converted once. With AVX-512 all partial sums are in registers.
 GGUF__INLINE void gguf__dot_four(int type, const uint8_t *p, const float *x, size_t x_stride, size_t n, float *out,
                                  size_t out_stride) {
     const size_t bytes = (size_t)gguf__types[type].bytes;
@@ -2341,10 +2444,10 @@ GGUF__INLINE void gguf__dot_four(int type, const uint8_t *p, const float *x, siz
     }
 }
 
-GGUF__INLINE void gguf__dot_float_rows(int type, const uint8_t *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows,
-                                       size_t x_stride, size_t n, float *out, size_t out_stride) {
+GGUF__INLINE void gguf__dot_float_rows(int type, const uint8_t *w, size_t n_w, size_t w_stride, const float *x,
+                                       size_t n_rows, size_t x_stride, size_t n, float *out, size_t out_stride) {
     size_t r = 0;
-    for (; n_rows - r >= 4; r += 4)                 // four rows stay in the nearest cache while the weights go by
+    for (; n_rows - r >= 4; r += 4)                 // four rows stay in the L1 cache while all weights are read
         for (size_t i = 0; i < n_w; i++)
             gguf__dot_four(type, w + i * w_stride, x + r * x_stride, x_stride, n, out + r * out_stride + i, out_stride);
     for (; r < n_rows; r++)
@@ -2352,17 +2455,19 @@ GGUF__INLINE void gguf__dot_float_rows(int type, const uint8_t *w, size_t n_w, s
             out[r * out_stride + i] = gguf__dot_floats(type, w + i * w_stride, x + r * x_stride, n);
 }
 
-void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows, size_t x_stride,
-                       size_t n, float *out, size_t out_stride) {
+void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, const float *x, size_t n_rows,
+                       size_t x_stride, size_t n, float *out, size_t out_stride) {
     const uint8_t *p = (const uint8_t *)w;
     assert(type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16);
     if (type == GGUF_F32) gguf__dot_float_rows(GGUF_F32, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
-    else if (type == GGUF_F16) gguf__dot_float_rows(GGUF_F16, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
+    else if (type == GGUF_F16)
+        gguf__dot_float_rows(GGUF_F16, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
     else gguf__dot_float_rows(GGUF_BF16, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
 }
 
-// Add the terms of eight groups to the partial sums. dot and sum hold, for both halves of each group, the sums of w*q and of
-// q; sum is read only where the type has a minimum. The AVX2 body is the loop below it, all eight groups at a time.
+// Adds the terms of eight groups to the partial sums. dot and sum hold the sums of w*q and of q, for both halves of
+// each group; sum is read only if the type has a minimum. The AVX2 code does the same as the loop, for eight groups at
+// a time.
 GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const int32_t (*restrict dot)[8],
                                   const int32_t (*restrict sum)[8], const float *restrict scale, float *restrict acc) {
     const int n_scales = gguf__n_scales(type);
@@ -2382,7 +2487,8 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const
         term = _mm256_mul_ps(a, _mm256_cvtepi32_ps(i0));
     }
     if (gguf__has_min(type)) {
-        m0 = GGUF__INTS(sum[0]), m1 = GGUF__INTS(sum[1]);
+        m0 = GGUF__INTS(sum[0]);
+        m1 = GGUF__INTS(sum[1]);
         if (n_scales == 2) m0 = _mm256_mullo_epi32(m0, GGUF__INTS(c->mn[0]));
         if (n_scales == 2) m1 = _mm256_mullo_epi32(m1, GGUF__INTS(c->mn[1]));
         m0 = _mm256_add_epi32(m0, m1);
@@ -2414,11 +2520,11 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const
 #endif
 }
 
-// A part of 256 elements is 64 words of four codes: 8 for each of 8 groups. Both sides turn these from [group][word]
-// into words k and k + 4 of the even groups for k = 0 .. 3, then of the odd ones. So four steps of four products leave
-// the sums of both halves of four groups in a lane each, and nothing is left to add across lanes. The sum of codes with
-// 2^k added starts from -2^k times the sum of the activations. GGUF__DPBUSD multiplies unsigned by signed bytes: there
-// codes that are still signed are stored with 128 added.
+// A part of 256 elements is 64 words of four codes: 8 words for each of 8 groups. Weights and activations are permuted
+// from [group][word] to: words k and k + 4 of the even groups for k = 0 .. 3, then of the odd groups. With this order,
+// four steps of four products leave the sum of each half group in its own lane, so that no sum across lanes is needed.
+// For codes with 2^k added, the sum starts from -2^k times the sum of the activations. GGUF__DPBUSD multiplies unsigned
+// by signed bytes, so codes that are still signed get 128 added.
 typedef struct {
     int8_t q[256];
     int32_t sum[2][8], start[2][8]; // of q, both halves of each group; -128 times that
@@ -2430,7 +2536,7 @@ typedef struct {
     int8_t words[256];
 } Gguf__Weights;
 
-enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight and activation rows whose partial sums are kept at a time
+enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight rows and activation rows of a tile
 
 #ifdef GGUF__DPBUSD
 enum { GGUF__DOT_OF_UNSIGNED = 1 };
@@ -2442,11 +2548,12 @@ GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gg
 
 size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
 
-// The words of four groups, which lie `stride` bytes apart.
+// Loads the words of four groups, which are `stride` bytes apart.
 GGUF__INLINE void gguf__transpose_words(const void *in, size_t stride, int flip, int8_t *out) {
 #ifdef __AVX2__
     __m256i a[4], lo[2], hi[2];
-    for (int i = 0; i < 4; i++) a[i] = _mm256_loadu_si256((const __m256i *)(const void *)((const char *)in + i * stride));
+    for (int i = 0; i < 4; i++)
+        a[i] = _mm256_loadu_si256((const __m256i *)(const void *)((const char *)in + i * stride));
     for (int i = 0; i < 4 && flip; i++) a[i] = _mm256_xor_si256(a[i], _mm256_set1_epi8((char)flip));
     for (int i = 0; i < 2; i++) {
         lo[i] = _mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
@@ -2465,12 +2572,13 @@ GGUF__INLINE void gguf__transpose_words(const void *in, size_t stride, int flip,
 }
 
 #if defined(__AVX2__) && !defined(GGUF__DPBUSD)
-// How many products of a code and an activation, times two, 16 bits hold: codes up to 31, up to 63, of 8 bits.
+// Twice this number of products of a code and an activation fits into 16 bits: for codes up to 31, up to 63, of 8 bits.
 GGUF__INLINE int gguf__pairs_in_16(int type) { return gguf__is_signed(type) ? 1 : type == GGUF_Q6_K ? 2 : 4; }
 #endif
 
-// dot[h][g] = sum over half h of group g, from codes and activations in that order. Exact, so all bodies give the same
-// bits; |q| <= 127. The AVX2 body without GGUF__DPBUSD moves the sign of signed codes, which are >= -128, to q.
+// dot[h][g] = sum over half h of group g, of codes and activations in the permuted order. The sums are exact, so all
+// variants give the same bits; |q| <= 127. The AVX2 variant without GGUF__DPBUSD moves the sign of signed codes, which
+// are >= -128, to q.
 GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf__Acts *restrict x,
                                   int32_t (*restrict dot)[8]) {
     const int offset_bits = gguf__is_signed(type) ? GGUF__DOT_OF_UNSIGNED * 7 : gguf__offset_bits(type);
@@ -2486,16 +2594,21 @@ GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf
         __m256i pairs = s;
         for (int k = 0; k < 4; k++) {
             __m256i a = _mm256_loadu_si256(wp + k), b = _mm256_loadu_si256(qp + k);
-            if (gguf__is_signed(type)) b = _mm256_sign_epi8(b, a), a = _mm256_abs_epi8(a);
+            if (gguf__is_signed(type)) {
+                b = _mm256_sign_epi8(b, a);
+                a = _mm256_abs_epi8(a);
+            }
             const __m256i product = _mm256_maddubs_epi16(a, b);
             pairs = k % gguf__pairs_in_16(type) ? _mm256_add_epi16(pairs, product) : product;
-            if ((k + 1) % gguf__pairs_in_16(type) == 0) s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+            if ((k + 1) % gguf__pairs_in_16(type) == 0)
+                s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
         }
 #endif
         sum[odd] = s;
     }
     const __m256i lo = _mm256_unpacklo_epi32(sum[0], sum[1]), hi = _mm256_unpackhi_epi32(sum[0], sum[1]);
-    sum[0] = _mm256_permute2x128_si256(lo, hi, 0x20), sum[1] = _mm256_permute2x128_si256(lo, hi, 0x31);
+    sum[0] = _mm256_permute2x128_si256(lo, hi, 0x20);
+    sum[1] = _mm256_permute2x128_si256(lo, hi, 0x31);
     for (int h = 0; h < 2; h++) {
         const __m256i start = _mm256_loadu_si256((const __m256i *)(const void *)x->start[h]);
         if (offset_bits) sum[h] = _mm256_add_epi32(sum[h], _mm256_srai_epi32(start, 7 - offset_bits));
@@ -2520,7 +2633,8 @@ GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf
 #endif
 }
 
-// n <= 256 values; fewer are repeated until the part is full, for what several rows of weights have in one part.
+// Packs n <= 256 values. Fewer than 256 are repeated until the part is full: then one part can hold the last groups of
+// several weight rows.
 static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts *p) {
     int8_t part[256], ones[256];
     for (size_t at = 0; at < 256; at += n) {
@@ -2530,7 +2644,7 @@ static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts
     }
     for (int odd = 0; odd < 2; odd++) gguf__transpose_words(part + 32 * odd, 64, 0, p->q + 128 * odd);
     memset(ones, 1, sizeof ones);
-    gguf__dot_words(GGUF_Q4_1, ones, p, p->sum);    // as with codes without sign or offset
+    gguf__dot_words(GGUF_Q4_1, ones, p, p->sum);    // Q4_1: codes have neither sign nor offset
     for (int i = 0; i < 16; i++) p->start[i / 8][i % 8] = -128 * p->sum[i / 8][i % 8];
 }
 
@@ -2541,21 +2655,25 @@ void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
     if (n) gguf__pack(q, scale, n, p);
 }
 
-// The part of a weight row at b, of which n groups are there. Bytes of Q4_K hold an even group below an odd one: turned
-// before they are taken apart, they are half as many.
+// Unpacks n groups of a weight row at b into a part. A byte of Q4_K holds an element of an even group and one of an odd
+// group, so the bytes are permuted before they are split into nibbles: that is half as much data to permute.
 GGUF__INLINE void gguf__unpack_words(int type, const uint8_t *b, int n, Gguf__Weights *restrict w) {
     const int flip = GGUF__DOT_OF_UNSIGNED && gguf__is_signed(type) ? -128 : 0;
     Gguf__Bytes *words = (Gguf__Bytes *)(void *)w->words;
     gguf__unpack(type, b, n, &w->c);
     if (type == GGUF_Q4_K) {
         gguf__transpose_words(b + 16, 32, 0, w->words);
-        for (int k = 0; k < 4; k++) words[k + 4] = words[k] >> 4, words[k] &= 15;
+        for (int k = 0; k < 4; k++) {
+            words[k + 4] = words[k] >> 4;
+            words[k] &= 15;
+        }
     } else {
         for (int odd = 0; odd < 2; odd++) gguf__transpose_words(w->c.w + 32 * odd, 64, flip, w->words + 128 * odd);
     }
 }
 
-GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, const Gguf__Acts *restrict x, float *restrict acc) {
+GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, const Gguf__Acts *restrict x,
+                                 float *restrict acc) {
     int32_t dot[2][8];
     gguf__dot_words(type, w->words, x, dot);
     gguf__add_terms(type, &w->c, dot, x->sum, x->scale, acc);
@@ -2584,8 +2702,8 @@ float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale
 }
 
 // n_w <= GGUF__TILE_W weight rows times n_rows <= GGUF__TILE_ROWS activation rows.
-GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t parts,
-                                 size_t n_rows, size_t n, float *out, size_t out_stride) {
+GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x,
+                                 size_t parts, size_t n_rows, size_t n, float *out, size_t out_stride) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
     float acc[GGUF__TILE_ROWS][GGUF__TILE_W][8];
     Gguf__Weights w[GGUF__TILE_W];
@@ -2600,14 +2718,15 @@ GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, si
         for (size_t i = 0; i < n_w; i++) out[r * out_stride + i] = gguf__fold(acc[r][i], 8);
 }
 
-// As many weight rows times one activation row, each from one end to the other. The groups that a row has behind its
-// last whole part are taken of as many rows at once as fill a part. Weights are asked for a page ahead: they come from
-// memory, and what the processor asks for by itself ends with the page.
+// n_w weight rows times one activation row, one weight row after the other. The groups after the last whole part of a
+// row are processed together with those of other rows, as many as fill a part. Weights are prefetched one page ahead,
+// because they come from main memory and the hardware prefetcher stops at the end of a page.
 enum { GGUF__AHEAD = 4096 };  // bytes
 GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t n,
                                 float *out) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
-    const size_t parts = n / 256, rest = gguf__types[type].elems < 256 ? n % 256 / 32 : 0, at_once = rest ? 8 / rest : 1;
+    const size_t parts = n / 256, rest = gguf__types[type].elems < 256 ? n % 256 / 32 : 0;
+    const size_t at_once = rest ? 8 / rest : 1;
     const size_t rest_bytes = row_size - parts * bytes;
     float ends[8];
     Gguf__Weights w;
@@ -2615,7 +2734,7 @@ GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, siz
         float acc[8] = {0};
         if (rest && i % at_once == 0) {
             const size_t rows = n_w - i < at_once ? n_w - i : at_once;
-            uint8_t blocks[8 * 34];             // of the largest ones, Q8_0's; rows without a whole part lie like this already
+            uint8_t blocks[8 * 34];             // Q8_0 has the largest. Rows shorter than a part are already adjacent
             for (size_t r = 0; r < rows && parts; r++)
                 memcpy(blocks + r * rest_bytes, b + r * row_size + parts * bytes, rest_bytes);
             gguf__unpack_words(type, parts ? blocks : b, (int)(rows * rest), &w);
@@ -2646,15 +2765,15 @@ void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, s
             const size_t tile_w = n_w - i < GGUF__TILE_W ? n_w - i : GGUF__TILE_W;
             const size_t tile_r = n_rows - r < GGUF__TILE_ROWS ? n_rows - r : GGUF__TILE_ROWS;
             const Gguf__Acts *x = (const Gguf__Acts *)packed + r * parts;
-            GGUF__FOR_TYPE(type, gguf__dot_tile(T, (const uint8_t *)w + i * row_size, row_size, tile_w, x, parts, tile_r, n,
-                                                out + r * out_stride + i, out_stride))
+            GGUF__FOR_TYPE(type, gguf__dot_tile(T, (const uint8_t *)w + i * row_size, row_size, tile_w, x, parts,
+                                                tile_r, n, out + r * out_stride + i, out_stride))
         }
 }
 
 // ---- quantising --------------------------------------------------------------------------------------------------
-// The K types look for the best scale of each sub-block, over the 8 or 16 sub-blocks of a block side by side: x[i][j]
-// is element i of sub-block j, every loop over j is a vector, and each sub-block's sums still run over i in order. So
-// the result is that of a loop over one sub-block after the other, and the same with every compiler.
+// The K types search the best scale of each sub-block, for all 8 or 16 sub-blocks of a block at once: x[i][j] is
+// element i of sub-block j. Loops over j are vectorised, and each sub-block's sums run over i in order, so the result
+// is the same as for one sub-block after the other, with every compiler.
 
 // v to the nearest integer, ties to even, where |v| < 2^22; otherwise, and for a NaN, some integer.
 static inline int32_t gguf__nearest(float v) {
@@ -2666,7 +2785,7 @@ static inline int32_t gguf__nearest(float v) {
 static inline int32_t gguf__clamp(int32_t v, int32_t min, int32_t max) { return v < min ? min : v > max ? max : v; }
 static inline int gguf__min(int a, int b) { return a < b ? a : b; }
 
-// v without its fraction, and to the nearest integer, halves away from zero; 0 if that is no int8.
+// v truncated; v rounded to the nearest integer, halves away from zero. Both return 0 if the result is not an int8.
 static inline int gguf__trunc(float v) { return v > -129 && v < 128 ? (int)v : 0; }
 static inline int gguf__round(float v) {
     const float in = v > -128.5f && v < 127.5f ? v : 0;
@@ -2679,7 +2798,7 @@ static inline void gguf__put_f16(uint8_t *p, float f) {
     memcpy(p, &h, 2);
 }
 
-// The element of largest magnitude with its sign, the first of several.
+// The element of largest magnitude, with its sign; on ties the first.
 static inline float gguf__extreme(const float *x, int n) {
     float max = 0, m = 0;
     for (int i = 0; i < n; i++)
@@ -2693,15 +2812,20 @@ static void gguf__quantize_q8_0(const float *x, uint8_t *b) {
     for (int i = 0; i < 32; i++) b[2 + i] = (uint8_t)gguf__round(x[i] * r);
 }
 
-// Q4_0 Q4_1 Q5_0 Q5_1: the extreme of Q4_0 and Q5_0 becomes code 0; Q4_1 and Q5_1 reach from the least to the largest value.
+// Q4_0 Q4_1 Q5_0 Q5_1. In Q4_0 and Q5_0 the value of largest magnitude becomes code 0; in Q4_1 and Q5_1 the codes span
+// the range from the smallest to the largest value.
 GGUF__INLINE void gguf__quantize_32(int type, const float *x, uint8_t *b) {
     const bool five = type == GGUF_Q5_0 || type == GGUF_Q5_1, has_min = gguf__has_min(type);
     const int top = five ? 31 : 15;
     float d, zero = 0, half = (float)(top / 2 + 1) + 0.5f;
     if (has_min) {
         float max = x[0];
-        zero = x[0], half = 0.5f;
-        for (int i = 1; i < 32; i++) zero = x[i] < zero ? x[i] : zero, max = x[i] > max ? x[i] : max;
+        zero = x[0];
+        half = 0.5f;
+        for (int i = 1; i < 32; i++) {
+            zero = x[i] < zero ? x[i] : zero;
+            max = x[i] > max ? x[i] : max;
+        }
         d = (max - zero) / (float)top;
     } else {
         d = gguf__extreme(x, 32) / (float)-(top / 2 + 1);
@@ -2713,19 +2837,27 @@ GGUF__INLINE void gguf__quantize_32(int type, const float *x, uint8_t *b) {
         c[i] = (uint8_t)gguf__min(top, gguf__trunc((x[i] - zero) * r + half));
         high |= (uint32_t)(c[i] >> 4 & 1) << i;
     }
-    gguf__put_f16(b, d), b += 2;
-    if (has_min) gguf__put_f16(b, zero), b += 2;
-    if (five) memcpy(b, &high, 4), b += 4;
+    gguf__put_f16(b, d);
+    b += 2;
+    if (has_min) {
+        gguf__put_f16(b, zero);
+        b += 2;
+    }
+    if (five) {
+        memcpy(b, &high, 4);
+        b += 4;
+    }
     for (int i = 0; i < 16; i++) b[i] = (uint8_t)((c[i] & 15) | c[16 + i] << 4);
 }
 
-// The code whose value V[c]*h is nearest to x, the first of several.
+// The code whose value V[c]*h is nearest to x; on ties the first.
 static inline uint8_t gguf__nearest_e2m1(float x, float h) {
     int best = 0;
     float error = fabsf(x);
     for (int c = 1; c < 16; c++) {
         const float e = fabsf(gguf__nibble_v[c] * h - x);
-        best = e < error ? c : best, error = e < error ? e : error;
+        best = e < error ? c : best;
+        error = e < error ? e : error;
     }
     return (uint8_t)best;
 }
@@ -2736,7 +2868,8 @@ static void gguf__quantize_mxfp4(const float *x, uint8_t *b) {
     e = e > 0 ? e < 254 ? e : 254 : 0;
     b[0] = (uint8_t)e;
     const float h = gguf__e8m0_half(b[0]);
-    for (int i = 0; i < 16; i++) b[1 + i] = (uint8_t)(gguf__nearest_e2m1(x[i], h) | gguf__nearest_e2m1(x[16 + i], h) << 4);
+    for (int i = 0; i < 16; i++)
+        b[1 + i] = (uint8_t)(gguf__nearest_e2m1(x[i], h) | gguf__nearest_e2m1(x[16 + i], h) << 4);
 }
 
 // The nearest unsigned E4M3 number, halves upwards; at most 448. Subnormals, M*2^-9, end at M = 7, also from 7.5 on.
@@ -2759,23 +2892,29 @@ static void gguf__quantize_nvfp4(const float *x, uint8_t *b) {
     }
 }
 
-// Scale and minimum of x ~ scale*code + min, code 0..top, min <= 0, for n sub-blocks of `len` elements with weights w. Tried
-// are the full range and then steps + 1 widths around it, each measured from the best minimum so far, with the codes of
-// that width and the scale and minimum that fit these codes best; the least weighted error wins. min is returned positive.
-GGUF__INLINE void gguf__search_min(int n, int len, const float *restrict x, const float *restrict w, int top, float start,
-                                   int steps, bool absolute, float *restrict scale, float *restrict min,
+// Scale and minimum of x ~ scale*code + min, code 0..top, min <= 0, for n sub-blocks of `len` elements with weights w.
+// The search tries the full range, then steps + 1 ranges around it, each from the best minimum so far. A range gives
+// codes, and the codes give the scale and minimum with the smallest weighted error; the best of all tries wins. Returns
+// -min.
+GGUF__INLINE void gguf__search_min(int n, int len, const float *restrict x, const float *restrict w, int top,
+                                   float start, int steps, bool absolute, float *restrict scale, float *restrict min,
                                    int32_t *restrict code) {
     float lo[16], hi[16], s[16], m[16], sum_w[16] = {0}, sum_x[16] = {0};
     float inv[16], zero[16], best_inv[16] = {0}, best_zero[16] = {0}, best[16] = {0};
     int32_t l[256];
-    for (int j = 0; j < n; j++) lo[j] = x[j] < 0 ? x[j] : 0, hi[j] = x[j];
+    for (int j = 0; j < n; j++) {
+        lo[j] = x[j] < 0 ? x[j] : 0;
+        hi[j] = x[j];
+    }
     for (int i = 0; i < len; i++)
         GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
             const float v = x[i * n + j], wv = w[i * n + j];
-            lo[j] = v < lo[j] ? v : lo[j], hi[j] = v > hi[j] ? v : hi[j];
-            sum_w[j] += wv, sum_x[j] += wv * v;
+            lo[j] = v < lo[j] ? v : lo[j];
+            hi[j] = v > hi[j] ? v : hi[j];
+            sum_w[j] += wv;
+            sum_x[j] += wv * v;
         }
-    for (int k = -1; k <= steps; k++) {             // -1: the first try, whose scale and minimum stay as they are
+    for (int k = -1; k <= steps; k++) {             // -1: the full range, whose scale and minimum are used as they are
         float sum_l[16] = {0}, sum_l2[16] = {0}, sum_xl[16] = {0}, error[16] = {0};
         for (int j = 0; j < n; j++) {
             zero[j] = k < 0 ? lo[j] : min[j];
@@ -2786,7 +2925,9 @@ GGUF__INLINE void gguf__search_min(int n, int len, const float *restrict x, cons
                 const float v = x[i * n + j], wv = w[i * n + j];
                 const int32_t c = gguf__clamp(gguf__nearest(inv[j] * (v - zero[j])), 0, top);
                 l[i * n + j] = c;
-                sum_l[j] += wv * (float)c, sum_l2[j] += wv * (float)c * (float)c, sum_xl[j] += wv * (float)c * v;
+                sum_l[j] += wv * (float)c;
+                sum_l2[j] += wv * (float)c * (float)c;
+                sum_xl[j] += wv * (float)c * v;
             }
         GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
             const float det = sum_w[j] * sum_l2[j] - sum_l[j] * sum_l[j];
@@ -2794,7 +2935,7 @@ GGUF__INLINE void gguf__search_min(int n, int len, const float *restrict x, cons
             const float fit_min = (sum_l2[j] * sum_x[j] - sum_l[j] * sum_xl[j]) / det;
             s[j] = k < 0 ? 1 / inv[j] : fit_min > 0 ? sum_xl[j] / sum_l2[j] : fit;
             m[j] = k < 0 ? lo[j] : fit_min > 0 ? 0 : fit_min;
-            sum_l[j] = k < 0 || det > 0;            // from here on: may be taken
+            sum_l[j] = k < 0 || det > 0;            // from here on a flag: this try is valid
         }
         for (int i = 0; i < len; i++)
             GGUF__VECTOR_LOOP for (int j = 0; j < n; j++) {
@@ -2821,7 +2962,10 @@ GGUF__INLINE void gguf__quantize_k_min(int type, const float *restrict src, uint
     int32_t c[256];
     for (int j = 0; j < n; j++) {
         float mean = 0;
-        for (int i = 0; i < len; i++) x[i * n + j] = src[j * len + i], mean += src[j * len + i] * src[j * len + i];
+        for (int i = 0; i < len; i++) {
+            x[i * n + j] = src[j * len + i];
+            mean += src[j * len + i] * src[j * len + i];
+        }
         mean = q2 ? 0 : sqrtf(mean / (float)len);
         for (int i = 0; i < len; i++) w[i * n + j] = mean + fabsf(x[i * n + j]);
     }
@@ -2840,7 +2984,7 @@ GGUF__INLINE void gguf__quantize_k_min(int type, const float *restrict src, uint
         sc[j] = (uint8_t)gguf__min(top_scale, (uint8_t)gguf__nearest(inv_scale * scale[j]));
         mn[j] = (uint8_t)gguf__min(top_scale, (uint8_t)gguf__nearest(inv_min * min[j]));
     }
-    for (int i = 0; i < len; i++)                   // the codes for the rounded scales and minima
+    for (int i = 0; i < len; i++)                   // final codes, for the rounded scales and minima
         for (int j = 0; j < n; j++) {
             const float step = d * sc[j], m = dmin * mn[j];
             if (step != 0) c[i * n + j] = gguf__clamp(gguf__nearest((x[i * n + j] + m) / step), 0, top);
@@ -2848,7 +2992,8 @@ GGUF__INLINE void gguf__quantize_k_min(int type, const float *restrict src, uint
     if (q2) {
         for (int j = 0; j < 16; j++) b[j] = (uint8_t)(sc[j] | mn[j] << 4);
         memset(b + 16, 0, 64);
-        for (int i = 0; i < 256; i++) b[16 + i / 128 * 32 + i % 32] |= (uint8_t)(c[i % 16 * 16 + i / 16] << (i / 32 % 4 * 2));
+        for (int i = 0; i < 256; i++)
+            b[16 + i / 128 * 32 + i % 32] |= (uint8_t)(c[i % 16 * 16 + i / 16] << (i / 32 % 4 * 2));
         return;
     }
     for (int g = 0; g < 4; g++) {
@@ -2882,7 +3027,8 @@ static void gguf__quantize_q6_k(const float *restrict src, uint8_t *restrict b) 
         for (int i = 0; i < 16; i++)
             GGUF__VECTOR_LOOP for (int j = 0; j < 16; j++) {
                 const float v = x[i * 16 + j], c = (float)gguf__clamp(gguf__nearest(inv[j] * v), -32, 31);
-                sum_xl[j] += v * v * v * c, sum_l2[j] += v * v * c * c;
+                sum_xl[j] += v * v * v * c;
+                sum_l2[j] += v * v * c * c;
             }
         for (int j = 0; j < 16; j++) {
             const bool better = k == -10 || (sum_l2[j] > 0 && sum_xl[j] * sum_xl[j] > merit[j] * sum_l2[j]);
@@ -2919,8 +3065,8 @@ static void gguf__quantize_q6_k(const float *restrict src, uint8_t *restrict b) 
         }
 }
 
-// Q3_K: scales of 16 sub-blocks, x ~ scale*code with code -4..3 and weights x^2. From the codes of the full range, five
-// sweeps give each element in turn the code that is best for the others' scale.
+// Q3_K: scales of 16 sub-blocks, x ~ scale*code with code -4..3 and weights x^2. Starts from the codes of the full
+// range; then five sweeps change each element's code to the best one for the scale that fits the other elements.
 static void gguf__quantize_q3_k(const float *restrict src, uint8_t *restrict b) {
     int32_t c[256];
     float scale[16];
@@ -2934,7 +3080,8 @@ static void gguf__quantize_q3_k(const float *restrict src, uint8_t *restrict b) 
         for (int i = 0; i < 16; i++) {
             const float w = x[i] * x[i];
             cj[i] = gguf__clamp(gguf__nearest(inv * x[i]), -4, 3);
-            sum_xl += w * x[i] * (float)cj[i], sum_l2 += w * (float)cj[i] * (float)cj[i];
+            sum_xl += w * x[i] * (float)cj[i];
+            sum_l2 += w * (float)cj[i] * (float)cj[i];
         }
         for (int sweep = 0; sweep < 5; sweep++)
             for (int i = 0; i < 16; i++) {
@@ -2944,7 +3091,9 @@ static void gguf__quantize_q3_k(const float *restrict src, uint8_t *restrict b) 
                 const int32_t l = gguf__clamp(gguf__nearest(x[i] * l2 / xl), -4, 3);
                 const float new_xl = xl + w * x[i] * (float)l, new_l2 = l2 + w * (float)l * (float)l;
                 if (l == cj[i] || !(new_l2 > 0) || !(new_xl * new_xl * sum_l2 > sum_xl * sum_xl * new_l2)) continue;
-                cj[i] = l, sum_xl = new_xl, sum_l2 = new_l2;
+                cj[i] = l;
+                sum_xl = new_xl;
+                sum_l2 = new_l2;
             }
         scale[j] = sum_l2 > 0 ? sum_xl / sum_l2 : 0;
         for (int i = 0; i < 16; i++) cj[i] += 4;
@@ -2968,15 +3117,16 @@ static void gguf__quantize_q3_k(const float *restrict src, uint8_t *restrict b) 
     }
 }
 
-// The code whose value T[c] is nearest to v, the larger of two.
+// The code whose value T[c] is nearest to v; on ties the larger.
 static inline int gguf__nearest_t(float v) {
     int c = 0;
     for (int i = 1; i < 16; i++) c += v - gguf__nibble_t[i - 1] >= gguf__nibble_t[i] - v;
     return c;
 }
 
-// Scale of x ~ scale*T[code] for 32 elements with weights x^2: the extreme on either end of the table, then `tries` steps of
-// one entry of the table to each side of it; each with the scale that fits its codes best. code: those of the first ratio.
+// Scale of x ~ scale*T[code] for 32 elements with weights x^2. The search maps the value of largest magnitude to the
+// end of the table, then to `tries` entries on each side of it, each with the scale that fits its codes best. code: the
+// codes of the first try.
 static float gguf__search_t(const float *x, int tries, uint8_t *code) {
     const float m = gguf__extreme(x, 32);
     float best = 0, scale = 0;
@@ -2990,9 +3140,13 @@ static float gguf__search_t(const float *x, int tries, uint8_t *code) {
             const int c = gguf__nearest_t(inv * x[i]);
             const float t = gguf__nibble_t[c], w = x[i] * x[i];
             if (first) code[i] = (uint8_t)c;
-            sum_xt += w * t * x[i], sum_t2 += w * t * t;
+            sum_xt += w * t * x[i];
+            sum_t2 += w * t * t;
         }
-        if (first || (sum_t2 > 0 && sum_xt * sum_xt > best * sum_t2)) scale = sum_xt / sum_t2, best = scale * sum_xt;
+        if (first || (sum_t2 > 0 && sum_xt * sum_xt > best * sum_t2)) {
+            scale = sum_xt / sum_t2;
+            best = scale * sum_xt;
+        }
         if (!tries) break;
     }
     return scale;
@@ -3002,14 +3156,14 @@ static void gguf__put_nibbles(const uint8_t *c, uint8_t *b) {
     for (int i = 0; i < 16; i++) b[i] = (uint8_t)(c[i] | c[16 + i] << 4);
 }
 
-// IQ4_NL: one ratio, the extreme at T[0].
+// IQ4_NL: a single try, the value of largest magnitude at T[0].
 static void gguf__quantize_iq4_nl(const float *x, uint8_t *b) {
     uint8_t c[32];
     gguf__put_f16(b, gguf__search_t(x, 0, c));
     gguf__put_nibbles(c, b + 2);
 }
 
-// IQ4_XS: eight scales, the largest becomes -32.
+// IQ4_XS: eight integer scales; the one of largest magnitude becomes -32.
 static void gguf__quantize_iq4_xs(const float *x, uint8_t *b) {
     float scale[8];
     uint8_t c[32];

@@ -1,48 +1,47 @@
-/* tokenizer.h - text <-> token ids of Gemma 4, chat prompts, and the model's output read back. Single header, no model
- * knowledge. It needs the JSON reader of gguf.h, which it includes.
+/* tokenizer.h - text <-> token ids of Gemma 4, chat prompts, and parsing of the model's answer. Single header; it does
+ * not use the model. It needs the JSON reader of gguf.h, which it includes.
  *
  * USE    In exactly one C file: #define GGUF_IMPLEMENTATION (unless another file has it) and TOKENIZER_IMPLEMENTATION
- *        before the #include. Fill a TokVocab from the model file, tok_init, then
+ *        before the #include. Fill a TokVocab from the model file, call tok_init, then
  *          text     tok_encode, tok_piece, tok_stream_push
  *          prompt   tok_add_message ..., tok_chat: a conversation to ids
  *          answer   tok_reply_start, tok_reply_push ..., tok_reply_end: ids to thought, text and tool calls;
- *                   tok_add_reply puts them into the conversation
+ *                   tok_add_reply appends them to the conversation
  *        and tok_free at the end.
  *
- * ENCODE 1. In the mode asked for, cut the text at the special strings ("<|turn>" and 23 others).
+ * ENCODE 1. Cut the text at the special strings of the mode ("<|turn>" and 23 others).
  *        2. A space becomes U+2581; each invalid UTF-8 byte becomes U+FFFD. No other change.
- *        3. Every code point is its own token, or, if the vocabulary lacks it, its bytes are (<0x00>..<0xFF>).
- *        4. Merge the adjacent pair of lowest rank (its index in the merge list), the leftmost of equals, until no
- *           adjacent pair is a merge.
+ *        3. Every code point becomes its token or, if the vocabulary lacks it, the tokens of its bytes (<0x00>..<0xFF>).
+ *        4. Merge the adjacent pair with the lowest rank (its index in the merge list), the leftmost on ties, until no
+ *           adjacent pair is in the list.
  *
- * MODES  TOK_PLAIN         no string is special: for text that is not trusted
- *        TOK_USER_DEFINED  only the markers a model writes around calls and thoughts (llama.cpp's parse_special=false)
- *        TOK_SPECIAL       all of them: for a rendered prompt (llama.cpp's parse_special=true, Hugging Face)
+ * MODES  TOK_PLAIN         no string is special: for untrusted text
+ *        TOK_USER_DEFINED  the markers that a model writes around calls and thoughts (llama.cpp's parse_special=false)
+ *        TOK_SPECIAL       all special strings: for a rendered prompt (llama.cpp's parse_special=true, Hugging Face)
  *
  * SEAMS  encode(a) + encode(b) is not encode(a + b): join adjacent plain texts before they are encoded.
  *
- * CHAT   A conversation is one JSON text, the "messages" of the OpenAI chat API, whoever made it: a server passes it
- *        through, a terminal appends to it. tok_chat renders all of it each time, which is cheap (millions of tokens a
- *        second); what is in the cache already shows by comparing ids. Texts are encoded in TOK_PLAIN mode and markers
- *        are put in by id, so no message can open or close a turn.
+ * CHAT   A conversation is one JSON text, the "messages" of the OpenAI chat API: a server passes it on, a terminal chat
+ *        appends to it. tok_chat renders the whole conversation each time, which is cheap (millions of tokens per
+ *        second); the caller compares ids to find what is already in the KV cache. Texts are encoded in TOK_PLAIN mode
+ *        and markers are inserted by id, so no message can open or close a turn.
  *
- * ERRORS Functions that can fail return < 0; those given a Tokenizer leave one line in its err, without newline. Nothing
- *        prints or exits.
- *        A failed tok_encode or tok_chat leaves its results as they were.
+ * ERRORS Functions that can fail return < 0; those that get a Tokenizer write one line, without newline, to its err.
+ *        Nothing prints or exits. A failed tok_encode or tok_chat does not change its results.
  *
- * THREADS  After tok_init the tables are read only; t->err is written by a call that fails. Decoding is safe from any
- *        number of threads; encoding too, if each thread has its own copy of the struct (by assignment: the copies share
- *        the tables, and only one of them is given to tok_free).
+ * THREADS  After tok_init the tables are read-only; a call that fails writes t->err. Any number of threads may decode.
+ *        They may also encode if each has its own copy of the struct (by assignment: the copies share the tables; pass
+ *        only one of them to tok_free).
  *
- * MEMORY About 26 MB of tables for 262144 tokens and 514906 merges. Encoding needs 4 bytes per code point in the
- *        result, and 24 more while it merges a run of more than 32 code points that offers no place to cut. A prompt
- *        needs a copy of its longest text and 200 bytes per message. */
+ * MEMORY About 26 MB of tables for 262144 tokens and 514906 merges. Encoding needs 4 bytes per code point for the
+ *        result, and 24 more while it merges a piece of more than 32 code points. A prompt needs a copy of its longest
+ *        text and 200 bytes per message. */
 #ifndef TOKENIZER_H
 #define TOKENIZER_H
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#ifndef GGUF_H                // where gguf.h is there already, its implementation must not come in twice
+#ifndef GGUF_H                // if gguf.h is already included, its implementation must not be included twice
 #include "gguf.h"
 #endif
 
@@ -50,45 +49,45 @@ typedef struct { const char *s; size_t n; } TokStr;   // bytes, no terminator; s
 typedef struct { char *s; size_t n, cap; } TokText;   // bytes that grow by realloc, no terminator; start with {0}
 void tok_text_free(TokText *v);
 
-// What the model file says. The pointers need to live during tok_init only.
+// The vocabulary of the model file. The pointers are not needed after tok_init.
 typedef struct {
     const TokStr *tokens;     // (n_tokens) id -> text, a space written as U+2581
     int n_tokens;
-    const int32_t *types;     // (n_tokens) 1 normal, 3 control, 4 user-defined, 6 byte; or NULL: bytes known by their text
-    const TokStr *merges;     // (n_merges) "LEFT RIGHT"; the index is the rank. A merge of unknown texts is skipped
+    const int32_t *types;     // (n_tokens) 1 normal, 3 control, 4 user-defined, 6 byte; NULL: byte tokens have <0xHH>
+    const TokStr *merges;     // (n_merges) "LEFT RIGHT"; the index is the rank. A merge of unknown texts is ignored
     int n_merges;
-    int bos, eos, eot;        // ids; -1 when the file has none
-    TokStr chat_template;     // its source, empty when absent; decides the chat variant
-    bool has_ple;             // per-layer embeddings: decides the chat variant when there is no template
+    int bos, eos, eot;        // ids; -1 if the file has none
+    TokStr chat_template;     // its source; empty: the file has none. Selects the chat variant
+    bool has_ple;             // per-layer embeddings; selects the chat variant if there is no template
 } TokVocab;
 
-// Google's chat templates, told apart by what their source mentions.
+// Google's chat templates. tok_init recognises them by words in their source.
 typedef enum {
     TOK_TEMPLATE_NONE,        // the file has none
-    TOK_TEMPLATE_CANONICAL,   // of July 2026 or later: has the input preserve_thinking
-    TOK_TEMPLATE_SPRING,      // of spring 2026: reads tool_call_id, but not preserve_thinking
-    TOK_TEMPLATE_LAUNCH,      // of the release: knows tool_responses only
-    TOK_TEMPLATE_OTHER        // none of Google's
+    TOK_TEMPLATE_CANONICAL,   // July 2026 or later: has the input preserve_thinking
+    TOK_TEMPLATE_SPRING,      // spring 2026: reads tool_call_id, but not preserve_thinking
+    TOK_TEMPLATE_LAUNCH,      // the first release: reads tool_responses only
+    TOK_TEMPLATE_OTHER        // not one of Google's
 } TokTemplate;
 
 typedef struct { int32_t left, right; uint32_t rank; int32_t merged; } Tok__Merge;   // left -1: free slot
 
 typedef struct Tokenizer {
     int n_tokens;
-    bool large_variant;       // chat: with thinking off the prompt ends in an empty thought block; may be set after tok_init
-    TokTemplate chat_template;   // what the file's template is; tok_chat renders the canonical one in any case
-    int bos, eos, eot;        // as in the file, bos and eos by their text if the file does not say; -1 when unknown
+    bool large_variant;       // with thinking off, prompts end in an empty thought block; may be set after tok_init
+    TokTemplate chat_template;   // the file's template; tok_chat always renders the canonical one
+    int bos, eos, eot;        // from the file, or bos and eos by their text; -1: unknown
     int32_t stop[8];          // (n_stop) ids that end generation
     int n_stop;
-    int n_skipped;            // merges that can never apply: no space in them, or a text that is no token
-    size_t stream_cap;        // bytes of out[] with which tok_stream_push and tok_stream_flush always succeed
+    int n_skipped;            // merges that are ignored: without space, or with a text that is not a token
+    size_t stream_cap;        // size of out[] with which tok_stream_push and tok_stream_flush never lose characters
 
-    // Ids of the special strings, -1 when the vocabulary lacks them.
+    // Ids of the special strings; -1 if the vocabulary lacks them.
     int32_t pad, tag_eos, tag_bos, unk, mask;                 // <pad> <eos> <bos> <unk> <mask>
     int32_t tool_open, tool_close;                            // <|tool> <tool|>                    a declaration
     int32_t call_open, call_close;                            // <|tool_call> <tool_call|>
     int32_t response_open, response_close;                    // <|tool_response> <tool_response|>
-    int32_t quote;                                            // <|"|>                              around strings in calls
+    int32_t quote;                                            // <|"|>                          around strings in calls
     int32_t think;                                            // <|think|>
     int32_t channel_open, channel_close;                      // <|channel> <channel|>              a thought
     int32_t turn_open, turn_close;                            // <|turn> <turn|>
@@ -99,7 +98,7 @@ typedef struct Tokenizer {
     char *pieces;             // the decoded bytes of all tokens, one after the other
     size_t *piece_at;         // (n_tokens + 1) where each starts
     unsigned char *kind;      // (n_tokens) TOK__NORMAL, TOK__HIDDEN, TOK__BYTE
-    int32_t *code_point;      // (0x110000) id + 1 of the token that is this one code point, 0 if there is none
+    int32_t *code_point;      // (0x110000) id + 1 of the token of this code point, 0: none
     int32_t byte_id[256];     // id of <0xHH>, -1 if there is none
     Tok__Merge *merge;        // hash table of (merge_mask + 1) slots, key (left, right)
     size_t merge_mask;
@@ -109,8 +108,8 @@ typedef struct Tokenizer {
     char err[256];            // the last error
 } Tokenizer;
 
-// Build the tables. Returns 0, or -1 with t->err set and nothing left to free. A file may repeat a text (the lowest id
-// is used) and may lack specials, merges or byte tokens; tok_encode and tok_chat complain when they need one.
+// Builds the tables. Returns 0, or -1 with t->err set and everything freed. If a text occurs twice, the lower id is
+// used. If the file lacks special strings, merges or byte tokens, tok_encode and tok_chat fail when they need one.
 int tok_init(Tokenizer *t, const TokVocab *v);
 void tok_free(Tokenizer *t);
 
@@ -119,66 +118,68 @@ typedef enum { TOK_PLAIN, TOK_USER_DEFINED, TOK_SPECIAL } TokMode;
 typedef struct { int32_t *ids; size_t n, cap; } TokIds;   // start with {0}; grows by realloc
 void tok_ids_free(TokIds *v);
 
-// Append the ids of text[0..n) to *out. No BOS is added. Any bytes are legal, NUL included. Fails when memory runs out,
-// when a byte token is needed that the vocabulary lacks, and for n > 2^31 - 1.
+// Appends the ids of text[0..n) to *out, without BOS. Any bytes are allowed, also NUL. Fails if memory runs out, if the
+// vocabulary lacks a byte token that is needed, and for n > 2^31 - 1.
 int tok_encode(Tokenizer *t, const char *text, size_t n, TokMode mode, TokIds *out);
 
-// The bytes of one id, owned by t: not always whole characters (byte tokens). Empty for a control token unless
+// The bytes of one id, owned by t. Byte tokens may be parts of characters. Empty for a control token unless
 // show_special, and for an id out of range.
 TokStr tok_piece(const Tokenizer *t, int32_t id, bool show_special);
 
-// True for the file's eos and eot, <eos>, <turn|>, <|tool_response>, and <|turn>: the model opens someone else's turn.
+// True for the file's eos and eot, <eos>, <turn|>, <|tool_response>, and <|turn>, which would begin another role's
+// turn.
 bool tok_is_stop(const Tokenizer *t, int32_t id);
 
-// Ids to text, one by one, never half a character: an unfinished one waits in pending[], a byte that can be part of no
-// character comes out as U+FFFD. Start with {0}. Both functions return the number of bytes written to out[0..cap), no
+// Decodes ids one by one to whole characters: an incomplete character waits in pending[]; a byte that cannot be part of
+// a character becomes U+FFFD. Start with {0}. Both functions return the number of bytes written to out[0..cap), without
 // terminator. cap >= t->stream_cap is always enough; with less, characters that do not fit are lost.
 typedef struct { unsigned char pending[4]; int n; } TokStream;
 size_t tok_stream_push(const Tokenizer *t, TokStream *s, int32_t id, bool show_special, char *out, size_t cap);
-size_t tok_stream_flush(TokStream *s, char *out, size_t cap);   // at the end: what is pending was no character
+size_t tok_stream_flush(TokStream *s, char *out, size_t cap);   // at the end: pending bytes become U+FFFD
 
 // ---- a conversation to a prompt ----
 
-// The conversation: a JSON array of messages {role, content, ...} as in the OpenAI chat API, empty or null for none. Fields
-// that are not named here are ignored.
-//   role       "system" and "developer" (first message: the system turn), "user", "assistant", "tool"; any other opens a turn
-//              of that name
+// A conversation is a JSON array of messages {role, content, ...} as in the OpenAI chat API; empty or null: no
+// messages. Fields that are not named here are ignored.
+//   role       "system" and "developer" (as first message: the system turn), "user", "assistant", "tool"; any other
+//              role opens a turn of that name
 //   content    a string, null, or a list of parts {type: text | image | image_url | audio | input_audio | video, text}
-//   assistant  reasoning or reasoning_content; tool_calls [{id, function: {name, arguments}}], the arguments as an object
-//              or as a string that holds one; tool_responses [{name, response}], results inside the same message
-//   tool       tool_call_id or name; content, which may also be an object. One that follows no call is left out
-// tok_add_message appends a text message, bytes of any kind; tok_add_result the result of a call, which is known by the name
-// of its function. Both return 0, or -1 when memory runs out; nothing is added then.
+//   assistant  reasoning or reasoning_content; tool_calls [{id, function: {name, arguments}}], arguments: an object or
+//              a string that holds one; tool_responses [{name, response}]: results inside the same message
+//   tool       tool_call_id or name; content, which may also be an object. A result that follows no call is ignored
+// tok_add_message appends a text message, with any bytes; tok_add_result the result of a call of the function `name`.
+// Both return 0, or -1 if memory runs out; then nothing is appended.
 int tok_add_message(TokText *messages, const char *role, TokStr content);
 int tok_add_result(TokText *messages, TokStr name, TokStr content);
 
 typedef struct {
     TokStr messages;          // JSON array, see above
-    TokStr tools;             // JSON array of [{type: "function", function: {name, description, parameters}}]; empty or null
+    TokStr tools;             // JSON array of [{type: "function", function: {name, description, parameters}}], or none
     bool think;               // thinking on: <|think|> in the system turn
-    bool keep_thoughts;       // show thoughts of earlier turns too, where they led to tool calls
-    bool add_cue;             // end with the opening of the model's turn: it is to answer
+    bool keep_thoughts;       // keep thoughts of earlier turns if they led to tool calls
+    bool add_cue;             // end with the opening of the model's turn, so that the model answers
     bool end_thought;         // after a tool result with thinking off: an empty thought block, which some models need
-    bool exact;               // the published template to the letter, where it leaves a prompt broken: a declaration whose
-                              // parameters have no type or whose response is no object, and an answer after a message
+    bool exact;               // follow the published template even where its prompts are broken: a declaration whose
+                              // parameters have no type or whose response is not an object; an answer after a message
                               // with content and results
-    TokStr thought, answer;   // how the model's turn starts, with add_cue; s NULL: not given. A thought stays open unless
-                              // an answer follows, and needs `think` then. An answer goes on in the turn of an
-                              // assistant's message before it
+    TokStr thought, answer;   // prefill: the beginning of the model's turn, with add_cue; s NULL: none. A thought stays
+                              // open unless an answer follows, and then needs `think`. An answer continues the turn of
+                              // the assistant's message before it
 } TokChat;
 
-// Append the prompt to *ids: the canonical template, <bos> first, and its text, markers spelled out, to *text unless that is
-// NULL. Errors name the place: "messages[2].content: expected ...".
+// Renders the prompt with the canonical template, <bos> first. Appends ids to *ids and, unless text is NULL, the prompt
+// as text, with markers, to *text. Errors name the place: "messages[2].content: expected ...".
 int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text);
 
-// ---- the model's output, read back ----
+// ---- parsing the model's answer ----
 
 typedef struct { TokStr name, arguments; } TokCall;   // arguments: a JSON object, members as the model wrote them
 typedef enum { TOK_RUNNING, TOK_STOP, TOK_TOOL_CALLS, TOK_LENGTH } TokFinish;
 
-// Ids are pushed one at a time; content and thought grow by whole characters and never shrink, so a caller streams what is
-// new behind the offset it has shown. A thought's trailing white space is held back until more follows; a call appears in
-// calls when it is complete. Broken calls are repaired as far as they can be read; what is no call is dropped.
+// The caller pushes ids one at a time. content and thought grow by whole characters and never shrink, so a caller can
+// stream the text after the offset that it has already shown. White space at the end of a thought is held back until
+// more text follows. A call appears in calls when it is complete. Malformed calls are repaired if possible; text that
+// is not a call is dropped.
 typedef struct {
     TokText content, thought;
     TokCall *calls;           // (n_calls)
@@ -187,29 +188,30 @@ typedef struct {
 
     // Private.
     enum { TOK__CONTENT, TOK__THOUGHT, TOK__CALL } state;
-    bool naming;              // in a thought, before the end of its first line: the channel's name
+    bool naming;              // in the first line of a thought, which is the channel's name
     bool after_call;          // white space is dropped
-    size_t held;              // bytes behind thought.n: white space that more may follow
+    size_t held;              // bytes after thought.n: white space that is held back
     TokStream stream;
     TokText call;             // text of the open call, TOK__DELIMITER for <|"|>
     TokText piece;            // the characters of one id
 } TokReply;
 
-// Begin after this prompt (its ids decide whether the model goes on with an open thought). *r starts as {0}; a used one
-// keeps its memory and loses its contents.
+// Starts a reply to this prompt, whose ids decide whether the reply begins inside a thought. Initialise *r with {0}
+// before the first use; a reply that is started again keeps its memory.
 void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, size_t n);
-// The next id. Returns 0: go on; 1: it was a stop id, r->finish says why; -1: out of memory.
+// Adds the next id. Returns 0: continue; 1: a stop id, r->finish says which kind; -1: out of memory.
 int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id);
-// Generation ended without a stop id: finish is TOK_LENGTH, an open call is read as far as it goes. No effect after a stop.
+// Ends a reply without a stop id: finish becomes TOK_LENGTH, an incomplete call is parsed as far as possible. No effect
+// after a stop id.
 int tok_reply_end(Tokenizer *t, TokReply *r);
-// True while the model thinks: its next token goes to the thought, or to the thought's name, or closes it.
+// True while the model thinks: its next token belongs to a thought or to the thought's name, or closes the thought.
 bool tok_reply_thinks(const TokReply *r);
 void tok_reply_free(TokReply *r);
 
-// Append the reply as an assistant message. Its calls get ids that are like no other in the list. As tok_add_message.
+// Appends the reply as an assistant message. Its calls get ids that are unique in the list. Returns as tok_add_message.
 int tok_add_reply(TokText *messages, const TokReply *r);
 
-// Append s as a JSON string, quotes included. Bytes of 0x80 and more are copied. Returns 0, or -1 when memory runs out.
+// Appends s as a JSON string, with quotes. Bytes of 0x80 and more are copied. Returns 0, or -1 if memory runs out.
 int tok_add_json_string(TokText *out, TokStr s);
 
 #endif // TOKENIZER_H
@@ -225,7 +227,7 @@ int tok_add_json_string(TokText *out, TokStr s);
 // ---- names, errors, growth ------------------------------------------------------------------------------------------
 
 enum {
-    TOK__SHORT = 32,                  // symbols: up to here merging scans for the minimum, above it keeps a heap
+    TOK__SHORT = 32,                  // up to so many symbols, merging scans for the minimum; longer pieces use a heap
     TOK__MAX_SPECIAL = 16,            // bytes of the longest special string
     TOK__NO_CHAR = 0x110000,          // "no code point before this one"
     TOK__REPLACEMENT = 0xFFFD,
@@ -236,7 +238,7 @@ enum { TOK__TYPE_CONTROL = 3, TOK__TYPE_BYTE = 6 };                       // Tok
 #define TOK__NO_RANK UINT32_MAX
 
 // The special strings. Each starts with '<', ends with '>' and has neither inside, so two occurrences cannot overlap.
-// They are known by text, not by type: files disagree about the types.
+// They are recognised by text, not by type, because files disagree about the types.
 typedef struct { char text[TOK__MAX_SPECIAL + 1]; bool user_defined; size_t field; } Tok__Special;
 static const Tok__Special tok__specials[] = {
     { "<pad>", false, offsetof(Tokenizer, pad) },
@@ -248,7 +250,7 @@ static const Tok__Special tok__specials[] = {
     { "<tool|>", false, offsetof(Tokenizer, tool_close) },
     { "<|tool_call>", true, offsetof(Tokenizer, call_open) },
     { "<tool_call|>", true, offsetof(Tokenizer, call_close) },
-    { "<|tool_response>", false, offsetof(Tokenizer, response_open) },    // a stop id: never from untrusted text
+    { "<|tool_response>", false, offsetof(Tokenizer, response_open) },    // stops generation: not from untrusted text
     { "<tool_response|>", true, offsetof(Tokenizer, response_close) },
     { "<|\"|>", true, offsetof(Tokenizer, quote) },
     { "<|think|>", false, offsetof(Tokenizer, think) },
@@ -270,7 +272,7 @@ static inline int32_t *tok__special_id(Tokenizer *t, int i) {
     return (int32_t *)(void *)((char *)t + tok__specials[i].field);
 }
 
-// Fill t->err and return -1.
+// Fills t->err and returns -1.
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
@@ -299,7 +301,7 @@ void tok_ids_free(TokIds *v) {
     *v = (TokIds){ 0 };
 }
 
-// Make room for n more bytes; false when memory runs out.
+// Makes room for n more bytes. False: out of memory.
 static bool tok__room(TokText *v, size_t n) {
     if (n <= v->cap - v->n) return true;
     if (n > SIZE_MAX / 2 - v->n) return false;
@@ -325,7 +327,7 @@ void tok_text_free(TokText *v) {
 
 // ---- UTF-8 ----------------------------------------------------------------------------------------------------------
 
-// Read one code point of s[0..n), n >= 1, strictly (Unicode 15, table 3-7): no surrogates, no overlong forms.
+// Decodes one code point of s[0..n), n >= 1, strictly (Unicode 15, table 3-7): no surrogates, no overlong forms.
 // Returns its length in bytes and sets *cp; 0 if s[0] cannot start a character here; -1 if s ends inside a character.
 static inline int tok__utf8(const unsigned char *s, size_t n, uint32_t *cp) {
     unsigned c = s[0], low = 0x80, high = 0xBF;       // bounds of the second byte
@@ -364,7 +366,7 @@ static bool tok__ends(TokStr s, uint32_t *first, uint32_t *last) {
     return s.n > 0;
 }
 
-// White space as a chat template's trim understands it.
+// True: white space that the trim filter of chat templates removes.
 static bool tok__is_space(uint32_t c) {
     return (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 ||
            (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
@@ -388,9 +390,9 @@ static TokStr tok__trim(TokStr s) {
 }
 
 // ---- tables ---------------------------------------------------------------------------------------------------------
-// All hash tables are open-addressed with linear probing, a power of two of slots, at most half full. A hash depends on the
-// table's address, which an author of hostile files cannot predict: with keys made for one slot a file of 6 MB would buy a
-// minute. What is found does not depend on it.
+// All hash tables use open addressing with linear probing; the number of slots is a power of two, at most half are
+// used. The hash depends on the table's address, which the author of a malicious file cannot predict: otherwise a file
+// of 6 MB whose keys all hash to one slot would take a minute to load. Results do not depend on the hash.
 
 static size_t tok__slots(size_t n) {
     size_t slots = 16;
@@ -401,14 +403,14 @@ static size_t tok__slots(size_t n) {
 // 2^64 / golden ratio
 #define TOK__GOLDEN 0x9E3779B97F4A7C15u
 
-// Twice, since one product of keys that agree at one address leaves them near each other at one of a hundred others.
+// Two multiplications: with one, keys that collide for one address are often near each other for another address.
 static inline size_t tok__mix(const void *table, uint64_t key) {
     key = (key ^ (uint64_t)(uintptr_t)table * TOK__GOLDEN) * TOK__GOLDEN;
     key = (key ^ key >> 32) * TOK__GOLDEN;
     return (size_t)(key ^ key >> 32);
 }
 
-// The slot of the merge (left, right), or a free slot, whose rank is TOK__NO_RANK.
+// The slot of the merge (left, right), or a free slot, which has the rank TOK__NO_RANK.
 static inline const Tok__Merge *tok__find_merge(const Tokenizer *t, int32_t left, int32_t right) {
     size_t i = tok__mix(t->merge, (uint64_t)(uint32_t)left << 32 | (uint32_t)right);
     for (;; i++) {
@@ -417,9 +419,10 @@ static inline const Tok__Merge *tok__find_merge(const Tokenizer *t, int32_t left
     }
 }
 
-// Code points a, b are in the set if some merge joins a text ending in a with one starting with b. Between neighbours
-// that are not in it no merge can ever reach across: the first one to do so would be such a merge. So the text is cut
-// there, exactly, into pieces of about a word.
+// The pair of code points (a, b) is in the set if some merge joins a text that ends in a with one that starts with b.
+// No merge can cross the boundary between two neighbours that are not in the set, because the first merge that does so
+// would put them into the set. So the text can be cut there, without changing the result, into pieces of about one
+// word.
 static inline uint64_t tok__join_key(uint32_t a, uint32_t b) { return ((uint64_t)a << 21 | b) + 1; }   // 0: free slot
 
 static inline bool tok__joins(const Tokenizer *t, uint32_t a, uint32_t b) {
@@ -454,7 +457,7 @@ static int tok__add_join(Tokenizer *t, uint32_t a, uint32_t b) {
     return 0;
 }
 
-// Text -> id, needed while the tables are built.
+// Hash table from text to id, used only while the tables are built.
 typedef struct { uint32_t hash; int32_t id; } Tok__Slot;              // id -1: free slot
 typedef struct { const TokStr *tokens; Tok__Slot *slot; size_t mask; } Tok__Texts;
 
@@ -485,24 +488,25 @@ static int32_t tok__id_of(const Tok__Texts *x, TokStr a) {
 }
 
 static int tok__hex(unsigned char c) {
-    return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10 : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10 : c >= 'a' &&
+        c <= 'f' ? c - 'a' + 10 : -1;
 }
 
-// The byte that a text of the form <0xHH> stands for, or -1.
+// The byte of a text of the form <0xHH>, or -1.
 static int tok__byte_of(TokStr s) {
     if (s.n != 6 || memcmp(s.s, "<0x", 3) != 0 || s.s[5] != '>') return -1;
     int high = tok__hex((unsigned char)s.s[3]), low = tok__hex((unsigned char)s.s[4]);
     return high < 0 || low < 0 ? -1 : high * 16 + low;
 }
 
-// Fill x, kind[], byte_id[], the special ids and the code point table.
+// Fills x, kind[], byte_id[], the special ids and the code point table.
 static int tok__index_tokens(Tokenizer *t, const TokVocab *v, Tok__Texts *x) {
     size_t slots = tok__slots((size_t)v->n_tokens);
     x->tokens = v->tokens;
     x->mask = slots - 1;
     x->slot = malloc(slots * sizeof *x->slot);
     t->kind = calloc((size_t)v->n_tokens, 1);
-    t->code_point = calloc(0x110000, sizeof *t->code_point);          // untouched pages cost nothing
+    t->code_point = calloc(0x110000, sizeof *t->code_point);          // pages that are never written use no memory
     if (!x->slot || !t->kind || !t->code_point) return tok__fail(t, "out of memory for %d tokens", v->n_tokens);
     memset(x->slot, 0xFF, slots * sizeof *x->slot);
 
@@ -512,7 +516,7 @@ static int tok__index_tokens(Tokenizer *t, const TokVocab *v, Tok__Texts *x) {
         if (!text.s) return tok__fail(t, "token %d: expected %zu bytes of text, got none", id, text.n);
         uint64_t h = tok__hash(tok__hash_start(x), text);
         Tok__Slot *slot = tok__find_text(x, h, text, (TokStr){ NULL, 0 });
-        if (slot->id < 0) *slot = (Tok__Slot){ (uint32_t)(h >> 32), id };   // else a repeated text: the first id counts
+        if (slot->id < 0) *slot = (Tok__Slot){ (uint32_t)(h >> 32), id };   // a repeated text: the first id is used
 
         int byte = tok__byte_of(text);
         if (v->types && v->types[id] == TOK__TYPE_CONTROL) t->kind[id] = TOK__HIDDEN;
@@ -527,7 +531,7 @@ static int tok__index_tokens(Tokenizer *t, const TokVocab *v, Tok__Texts *x) {
         int32_t id = *tok__special_id(t, i) = tok__id_of(x, text);
         if (id >= 0) t->kind[id] = TOK__HIDDEN;
     }
-    for (int id = v->n_tokens - 1; id >= 0; id--) {                   // downwards: of equal texts the first id stays
+    for (int id = v->n_tokens - 1; id >= 0; id--) {                   // descending, so that the lowest id is used
         uint32_t first = 0;
         TokStr text = v->tokens[id];
         if (text.n && text.n <= 4 && t->kind[id] == TOK__NORMAL &&
@@ -537,8 +541,8 @@ static int tok__index_tokens(Tokenizer *t, const TokVocab *v, Tok__Texts *x) {
     return 0;
 }
 
-// Fill the merge table and the join set. Byte tokens and hidden ones take part in no merge, whatever the file says: so
-// plain text can never make a control token.
+// Fills the merge table and the join set. Merges with byte tokens or hidden tokens are ignored, so that plain text can
+// never become a control token.
 static int tok__index_merges(Tokenizer *t, const TokVocab *v, const Tok__Texts *x) {
     size_t slots = tok__slots((size_t)v->n_merges);
     t->merge_mask = slots - 1;
@@ -561,15 +565,15 @@ static int tok__index_merges(Tokenizer *t, const TokVocab *v, const Tok__Texts *
         if (left < 0 || right < 0 || merged < 0 || t->kind[left] || t->kind[right] || t->kind[merged] ||
             !tok__ends(l, &l_first, &l_last) || !tok__ends(r, &r_first, &r_last)) { t->n_skipped++; continue; }
         Tok__Merge *slot = &t->merge[tok__find_merge(t, left, right) - t->merge];
-        if (slot->left >= 0) continue;                                // a repeated merge: the lower rank counts
+        if (slot->left >= 0) continue;                                // a repeated merge: the lower rank is used
         *slot = (Tok__Merge){ left, right, (uint32_t)rank, merged };
         if (tok__add_join(t, l_last, r_first) < 0) return -1;
     }
     return 0;
 }
 
-// Fill pieces, piece_at and stream_cap. A byte token is its byte, hidden tokens keep their text, others have U+2581 as
-// a space.
+// Fills pieces, piece_at and stream_cap. A byte token decodes to its byte, a hidden token to its text, other tokens to
+// their text with spaces for U+2581.
 static int tok__index_pieces(Tokenizer *t, const TokVocab *v) {
     size_t total = 0;
     for (int id = 0; id < v->n_tokens; id++) total += v->tokens[id].n;
@@ -609,10 +613,11 @@ static bool tok__contains(TokStr s, const char *what) {
     return false;
 }
 
-// The variant and the age of the file's chat template. Its bytes differ between publishers, the names it uses do not.
+// Finds the variant and version of the file's chat template by the names in it, because its bytes differ between
+// publishers.
 static void tok__read_template(Tokenizer *t, const TokVocab *v) {
     const TokStr s = v->chat_template;
-    t->large_variant = s.n ? tok__contains(s, "<|channel>thought\\n<channel|>") : !v->has_ple;   // in source: \ and n
+    t->large_variant = s.n ? tok__contains(s, "<|channel>thought\\n<channel|>") : !v->has_ple;   // the source has \n
     t->chat_template = !s.n ? TOK_TEMPLATE_NONE
                      : !tok__contains(s, "<|turn>") || !tok__contains(s, "enable_thinking") ? TOK_TEMPLATE_OTHER
                      : tok__contains(s, "preserve_thinking") ? TOK_TEMPLATE_CANONICAL
@@ -622,7 +627,8 @@ static void tok__read_template(Tokenizer *t, const TokVocab *v) {
 
 static int tok__check(Tokenizer *t, const TokVocab *v) {
     if (v->n_tokens < 1 || !v->tokens) return tok__fail(t, "tokens: expected at least 1, got %d", v->n_tokens);
-    if (v->n_merges < 0 || (v->n_merges && !v->merges)) return tok__fail(t, "merges: expected a list, got %d", v->n_merges);
+    if (v->n_merges < 0 || (v->n_merges && !v->merges))
+        return tok__fail(t, "merges: expected a list, got %d", v->n_merges);
     const struct { const char *name; int id; } given[] = { { "bos", v->bos }, { "eos", v->eos }, { "eot", v->eot } };
     for (size_t i = 0; i < 3; i++)
         if (given[i].id < -1 || given[i].id >= v->n_tokens)
@@ -653,7 +659,7 @@ int tok_init(Tokenizer *t, const TokVocab *v) {
     return 0;
 }
 
-void tok_free(Tokenizer *t) {                                         // err stays
+void tok_free(Tokenizer *t) {                                         // keeps err
     free(t->pieces);
     free(t->piece_at);
     free(t->kind);
@@ -670,9 +676,10 @@ void tok_free(Tokenizer *t) {                                         // err sta
 }
 
 // ---- encode ---------------------------------------------------------------------------------------------------------
-// The symbols of a piece are appended to the result, then merged in place there.
+// The symbols of a piece are appended to the result and merged in place.
 
-// Merge id[0..n), n <= TOK__SHORT; returns how many are left. Scanning a word for the lowest rank is faster than a heap.
+// Merges id[0..n), n <= TOK__SHORT. Returns how many symbols are left. For a word, scanning for the lowest rank is
+// faster than a heap.
 static size_t tok__merge_short(const Tokenizer *t, int32_t *id, size_t n) {
     uint32_t rank[TOK__SHORT];                        // of the pair (i, i + 1)
     int32_t merged[TOK__SHORT];
@@ -684,13 +691,13 @@ static size_t tok__merge_short(const Tokenizer *t, int32_t *id, size_t n) {
     while (n > 1) {
         size_t best = 0;
         for (size_t i = 1; i + 1 < n; i++)
-            if (rank[i] < rank[best]) best = i;       // < keeps the leftmost of equals
+            if (rank[i] < rank[best]) best = i;       // <: the leftmost on ties
         if (rank[best] == TOK__NO_RANK) break;
         id[best] = merged[best];
         n--;
         for (size_t i = best + 1; i < n; i++) {
             id[i] = id[i + 1];
-            rank[i - 1] = rank[i];                    // rank[best] leaves; refilled below unless best is now the last
+            rank[i - 1] = rank[i];                    // removes rank[best]; set again below unless best is now the last
             merged[i - 1] = merged[i];
         }
         for (size_t i = best ? best - 1 : 0; i <= best && i + 1 < n; i++) {
@@ -722,8 +729,8 @@ static uint64_t tok__heap_pop(uint64_t *heap, size_t *n) {
 }
 
 // The same for any n, in O(n log n): a linked list of symbols and a heap of candidate pairs. An entry is stale if the
-// pair at its position has another rank now (no two pairs have the same rank). Each merge adds at most two entries and
-// has taken one out, so 2n are enough.
+// pair at its position has another rank by now (no two pairs have the same rank). Each merge removes one entry and adds
+// at most two, so capacity 2n is enough.
 static int tok__merge_long(Tokenizer *t, int32_t *id, size_t *n_symbols) {
     size_t n = *n_symbols, n_heap = 0;
     uint32_t *next = malloc(n * sizeof *next);        // n: no neighbour
@@ -769,7 +776,7 @@ static int tok__merge_long(Tokenizer *t, int32_t *id, size_t *n_symbols) {
     return 0;
 }
 
-// Merge the piece that is out->ids[start..out->n).
+// Merges the piece out->ids[start..out->n).
 static int tok__merge_piece(Tokenizer *t, TokIds *out, size_t start) {
     size_t n = out->n - start;
     if (n < 2) return 0;
@@ -779,10 +786,10 @@ static int tok__merge_piece(Tokenizer *t, TokIds *out, size_t start) {
     return 0;
 }
 
-// Encode text that has no special strings in it.
+// Encodes text without special strings.
 static int tok__encode_run(Tokenizer *t, const unsigned char *s, size_t n, TokIds *out) {
-    size_t start = out->n;                            // of the open piece in out
-    uint32_t before = TOK__NO_CHAR;                   // the code point that ends it
+    size_t start = out->n;                            // where the current piece starts in out
+    uint32_t before = TOK__NO_CHAR;                   // its last code point
     for (size_t i = 0; i < n; ) {
         uint32_t c;
         int len = tok__utf8(s + i, n - i, &c);
@@ -799,7 +806,7 @@ static int tok__encode_run(Tokenizer *t, const unsigned char *s, size_t n, TokId
             if (tok__push(t, out, id) < 0) return -1;
             continue;
         }
-        char bytes[4];                                // no such token: its bytes, which take part in no merge
+        char bytes[4];                                // no token for it: its bytes, which are never merged
         const size_t n_bytes = gguf_utf8(c, bytes);
         for (size_t b = 0; b < n_bytes; b++) {
             const unsigned byte = (unsigned char)bytes[b];
@@ -862,7 +869,7 @@ bool tok_is_stop(const Tokenizer *t, int32_t id) {
     return false;
 }
 
-// Append n bytes if they fit.
+// Appends n bytes if they fit.
 static size_t tok__emit(char *out, size_t cap, size_t at, const void *bytes, size_t n) {
     if (n > cap - at) return at;
     memcpy(out + at, bytes, n);
@@ -874,10 +881,10 @@ size_t tok_stream_push(const Tokenizer *t, TokStream *s, int32_t id, bool show_s
     size_t at = 0;
     for (size_t i = 0; i < piece.n; i++) {
         s->pending[s->n++] = (unsigned char)piece.s[i];
-        while (s->n) {                                // take whole characters and impossible bytes off the front
+        while (s->n) {                                // removes whole characters and invalid bytes from the front
             uint32_t c;
             int len = tok__utf8(s->pending, (size_t)s->n, &c);
-            if (len < 0) break;                       // at most 3 bytes wait
+            if (len < 0) break;                       // at most 3 bytes of an incomplete character
             at = len ? tok__emit(out, cap, at, s->pending, (size_t)len) : tok__emit(out, cap, at, "\xEF\xBF\xBD", 3);
             s->n -= len ? len : 1;
             memmove(s->pending, s->pending + (len ? len : 1), (size_t)s->n);
@@ -920,10 +927,10 @@ int tok_add_json_string(TokText *out, TokStr s) {
 
 static void tok__literal(TokText *out, const char *s) { tok__append(out, s, strlen(s)); }
 
-// Reopen the list for one more message of at most n bytes; after it room is certain and nothing fails.
+// Removes the ']' of the list and makes room for one more message of at most n bytes, so that nothing fails after it.
 static bool tok__open_list(TokText *messages, size_t n) {
     if (n > SIZE_MAX / 4 || !tok__room(messages, n + 3)) return false;
-    while (messages->n && messages->s[messages->n - 1] != ']') messages->n--;     // white space behind the list
+    while (messages->n && messages->s[messages->n - 1] != ']') messages->n--;     // white space after the list
     if (messages->n) messages->n--;
     else messages->s[messages->n++] = '[';
     size_t last = messages->n;
@@ -932,7 +939,7 @@ static bool tok__open_list(TokText *messages, size_t n) {
     return true;
 }
 
-// A message of a role and a text; with a name unless its s is NULL.
+// Appends a message with a role and a text, and a name unless its s is NULL.
 static int tok__add_text(TokText *messages, TokStr role, TokStr name, TokStr content) {
     const bool fits = role.n < SIZE_MAX / 64 && name.n < SIZE_MAX / 64 && content.n < SIZE_MAX / 64;
     if (!fits || !tok__open_list(messages, 6 * (role.n + name.n + content.n) + 64)) return -1;
@@ -983,9 +990,9 @@ int tok_add_reply(TokText *messages, const TokReply *r) {
     return 0;
 }
 
-enum { TOK__MISSING = -1 };                                           // GgufJson.type of a field that is not there
+enum { TOK__MISSING = -1 };                                           // GgufJson.type of an absent field
 
-// Look up n names of an object in one walk; what is no object has no fields.
+// Looks up n names of an object in one pass. A value that is not an object has no fields.
 static void tok__fields(const GgufJson *object, const char *const *names, GgufJson *out, int n) {
     GgufJson rest = *object, name, value;
     for (int i = 0; i < n; i++) out[i] = (GgufJson){ TOK__MISSING, NULL, 0 };
@@ -995,7 +1002,7 @@ static void tok__fields(const GgufJson *object, const char *const *names, GgufJs
             if (gguf_json_is(&name, names[i])) out[i] = value;
 }
 
-// False for what is missing, null, false, 0, "", [] and {}.
+// False for an absent field, null, false, 0, "", [] and {}.
 static bool tok__is_set(const GgufJson *v) {
     GgufJson rest = *v, value;
     double x = 1;
@@ -1008,7 +1015,7 @@ static bool tok__is_set(const GgufJson *v) {
     }
 }
 
-// A string that reads `word`, which is in capitals, in any case.
+// True: a string equal to `word`, which is in capitals, ignoring case.
 static bool tok__is_word(const GgufJson *v, const char *word) {
     char s[64];
     if (v->type != GGUF_J_STRING || v->n > sizeof s) return false;
@@ -1018,9 +1025,9 @@ static bool tok__is_word(const GgufJson *v, const char *word) {
 }
 
 // ---- chat: prompt ---------------------------------------------------------------------------------------------------
-// A prompt is a list of markers, put in by id, and plain texts. What lies between two markers is gathered in `run` and
-// encoded as one text, in TOK_PLAIN mode: a user who writes "<turn|>" gets the characters, not the token.
-// The rules are those of Google's template. After a failure nothing more is written.
+// A prompt is a list of markers, inserted by id, and plain texts. The text between two markers is collected in `run`
+// and encoded as one text, in TOK_PLAIN mode: if a user writes "<turn|>", it becomes characters, not the token. The
+// rules are those of Google's template. After a failure nothing more is written.
 
 typedef struct {
     Tokenizer *t;
@@ -1044,14 +1051,15 @@ static void tok__put_bytes(Tok__Prompt *p, const char *s, size_t n) {
 
 static void tok__put(Tok__Prompt *p, const char *s) { tok__put_bytes(p, s, strlen(s)); }
 
-static void tok__put_string(Tok__Prompt *p, const GgufJson *v) {      // a JSON string's characters
+static void tok__put_string(Tok__Prompt *p, const GgufJson *v) {      // the decoded characters of a JSON string
     if (tok__room_in_run(p, v->n)) p->run.n += gguf_json_string(v, p->run.s + p->run.n);
 }
 
 static void tok__end_run(Tok__Prompt *p) {
     if (p->failed || !p->run.n) return;
     if (tok_encode(p->t, p->run.s, p->run.n, TOK_PLAIN, p->ids) < 0) p->failed = true;
-    else if (p->text && !tok__append(p->text, p->run.s, p->run.n)) TOK__REFUSE(p, "out of memory for the text of a prompt");
+    else if (p->text && !tok__append(p->text, p->run.s, p->run.n))
+        TOK__REFUSE(p, "out of memory for the text of a prompt");
     p->run.n = 0;
 }
 
@@ -1060,7 +1068,8 @@ static void tok__put_id(Tok__Prompt *p, int32_t id, const char *text) {
     if (p->failed) return;
     if (id < 0) TOK__REFUSE(p, "chat: the vocabulary has no token %s", text);
     else if (tok__push(p->t, p->ids, id) < 0) p->failed = true;
-    else if (p->text && !tok__append(p->text, text, strlen(text))) TOK__REFUSE(p, "out of memory for the text of a prompt");
+    else if (p->text && !tok__append(p->text, text, strlen(text)))
+        TOK__REFUSE(p, "out of memory for the text of a prompt");
 }
 
 // A marker, named by its field: tok__put_tag(p, &p->t->turn_open).
@@ -1077,7 +1086,8 @@ static void tok__put_quoted(Tok__Prompt *p, const GgufJson *v) {
     tok__put_tag(p, &p->t->quote);
 }
 
-// Trim what stands in run from `from` on; of an assistant also cut thoughts out: all from "<|channel>" to "<channel|>".
+// Trims the text in run from offset `from` on. In an assistant's text it also removes thoughts: everything from
+// "<|channel>" to "<channel|>".
 static void tok__tidy(Tok__Prompt *p, size_t from, bool cut_thoughts) {
     if (p->failed) return;
     char *s = p->run.s;
@@ -1096,8 +1106,8 @@ static void tok__tidy(Tok__Prompt *p, size_t from, bool cut_thoughts) {
     p->run.n = from + trimmed.n;
 }
 
-// The members of an object in the order of the template: by key in lower case (of ASCII letters), equal ones as they
-// come; of a repeated key the last value, in the first place.
+// The members of an object in the order of the template: sorted by key with ASCII letters in lower case; equal ones
+// keep their order. A repeated key has its last value, at its first position.
 typedef struct { TokStr key; size_t at; GgufJson name, value; } Tok__Member;
 
 static int tok__compare_keys(TokStr a, TokStr b, bool fold) {
@@ -1122,7 +1132,7 @@ static int tok__by_folded_key(const void *a, const void *b) {
     return c ? c : (x->at > y->at) - (x->at < y->at);
 }
 
-static Tok__Member *tok__members(Tok__Prompt *p, const GgufJson *object, size_t *n) {      // free() it
+static Tok__Member *tok__members(Tok__Prompt *p, const GgufJson *object, size_t *n) {      // the caller frees it
     GgufJson rest = *object, name, value;
     size_t key_bytes = 0, n_all = 0, at = 0;
     *n = 0;
@@ -1147,7 +1157,7 @@ static Tok__Member *tok__members(Tok__Prompt *p, const GgufJson *object, size_t 
     return m;
 }
 
-// A number as Python prints it: integers as they are, others in the fewest digits that read back the same.
+// Writes a number as Python prints it: integers unchanged, others with the fewest digits that parse to the same value.
 static void tok__put_number(Tok__Prompt *p, const GgufJson *v) {
     double x;
     char digits[32], out[64];
@@ -1163,7 +1173,7 @@ static void tok__put_number(Tok__Prompt *p, const GgufJson *v) {
         if (strtod(digits, NULL) == x) break;
     }
     const int exponent = atoi(strchr(digits, 'e') + 1);
-    if (exponent < -4 || exponent >= 16) {                            // d.ddde+XX, as it stands
+    if (exponent < -4 || exponent >= 16) {                            // d.ddde+XX, unchanged
         tok__put(p, digits);
         return;
     }
@@ -1189,7 +1199,7 @@ static void tok__put_members(Tok__Prompt *p, const GgufJson *object, bool wrap_k
     free(m);
 }
 
-// wrap_keys: the keys of objects are quoted too, which they are in declarations. Recursion ends where JSON's depth does.
+// wrap_keys: the keys of objects are quoted too, as in declarations. The depth of recursion is bounded by JSON's depth.
 static void tok__put_value(Tok__Prompt *p, const GgufJson *v, bool wrap_keys) {
     GgufJson rest = *v, value;
     bool first = true;
@@ -1290,8 +1300,8 @@ static void tok__put_items(Tok__Prompt *p, const GgufJson *items) {
     free(m);
 }
 
-// KEY:{...} of each property. is_schema: the object is itself a schema without properties, whose other keys are taken for
-// them: so the template does it.
+// KEY:{...} of each property. is_schema: the object is a schema without properties; as in the template, its other keys
+// are treated as properties.
 static void tok__put_properties(Tok__Prompt *p, const GgufJson *object, bool is_schema) {
     static const char *const names[] = { "description", "type", "properties", "required", "nullable", "enum", "items" };
     enum { DESCRIPTION, TYPE, PROPERTIES, REQUIRED, NULLABLE, ENUM, ITEMS, N_FIELDS };
@@ -1340,8 +1350,7 @@ static void tok__put_properties(Tok__Prompt *p, const GgufJson *object, bool is_
     free(m);
 }
 
-// The declaration of tool number i. A missing type is given as object, or its brace would stay open, as it does in the
-// template.
+// The declaration of tool i. A missing type is written as object: in the template, a missing type leaves a brace open.
 static void tok__put_tool(Tok__Prompt *p, const GgufJson *tool, size_t i) {
     static const char *const wrapper[] = { "function" };
     static const char *const names[] = { "name", "description", "parameters", "response" };
@@ -1407,14 +1416,14 @@ static const int32_t *tok__placeholder(const Tokenizer *t, const GgufJson *type)
          : gguf_json_is(type, "video") ? &t->video : NULL;
 }
 
-enum { TOK__ROLE, TOK__TEXT, TOK__REASONING, TOK__REASONING_CONTENT, TOK__CALLS, TOK__RESPONSES, TOK__CALL_ID, TOK__NAME,
-       TOK__N_FIELDS };
+enum { TOK__ROLE, TOK__TEXT, TOK__REASONING, TOK__REASONING_CONTENT, TOK__CALLS, TOK__RESPONSES, TOK__CALL_ID,
+       TOK__NAME, TOK__N_FIELDS };
 static const char *const tok__field_names[TOK__N_FIELDS] = {
     "role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_responses", "tool_call_id", "name"
 };
-typedef struct { size_t number; GgufJson f[TOK__N_FIELDS]; } Tok__Message;     // number: its place in the caller's list
+typedef struct { size_t number; GgufJson f[TOK__N_FIELDS]; } Tok__Message;     // number: its index in the caller's list
 
-// The next part of a list: its type and, if that is text, its text.
+// The next part of a content list: its type and, if that is text, its text.
 static bool tok__next_part(Tok__Prompt *p, const Tok__Message *m, GgufJson *rest, GgufJson part[2]) {
     static const char *const names[] = { "type", "text" };
     GgufJson value;
@@ -1424,12 +1433,13 @@ static bool tok__next_part(Tok__Prompt *p, const Tok__Message *m, GgufJson *rest
     if (is_text && part[1].type != GGUF_J_STRING)
         TOK__REFUSE(p, "messages[%zu].content: a text part: expected a string in \"text\"", m->number);
     if (!is_text && !tok__placeholder(p->t, &part[0]))
-        TOK__REFUSE(p, "messages[%zu].content: a part: expected type text, image, image_url, audio, input_audio or video",
+        TOK__REFUSE(p,
+                    "messages[%zu].content: a part: expected type text, image, image_url, audio, input_audio or video",
                     m->number);
     return !p->failed;
 }
 
-// Content of a turn; false when nothing is left of it after trimming.
+// Writes the content of a turn. False: it is empty after trimming.
 static bool tok__put_content(Tok__Prompt *p, const Tok__Message *m, bool is_model, bool is_system) {
     const GgufJson *content = &m->f[TOK__TEXT];
     GgufJson rest = *content, part[2];
@@ -1446,7 +1456,8 @@ static bool tok__put_content(Tok__Prompt *p, const Tok__Message *m, bool is_mode
             const int32_t *placeholder = tok__placeholder(p->t, &part[0]);
             from = p->run.n;
             if (placeholder) {
-                if (is_system) TOK__REFUSE(p, "messages[%zu].content: expected text parts in the system message", m->number);
+                if (is_system)
+                    TOK__REFUSE(p, "messages[%zu].content: expected text parts in the system message", m->number);
                 tok__put_tag(p, placeholder);
             } else {
                 tok__put_string(p, &part[1]);
@@ -1474,9 +1485,9 @@ static void tok__put_thought(Tok__Prompt *p, const Tok__Message *m) {
     tok__put_tag(p, &p->t->channel_close);
 }
 
-typedef struct { GgufJson id, name; size_t at; } Tok__Called;        // call number `at`, for the results that follow
+typedef struct { GgufJson id, name; size_t at; } Tok__Called;        // call `at`, to find the function of a result
 
-// Order of ids, the shorter first; a missing one equals null and another missing one.
+// Orders ids, the shorter first; absent and null ids are equal.
 static int tok__compare_ids(const GgufJson *a, const GgufJson *b) {
     const size_t na = a->type > GGUF_J_NULL ? a->n : 0, nb = b->type > GGUF_J_NULL ? b->n : 0;
     return na != nb ? (na > nb) - (na < nb) : na ? memcmp(a->s, b->s, na) : 0;
@@ -1488,9 +1499,9 @@ static int tok__by_id(const void *a, const void *b) {
     return c ? c : (x->at > y->at) - (x->at < y->at);
 }
 
-// The name of the last of the calls, sorted by id, that has this id; NULL: none has.
+// The function name of the last call with this id. The calls are sorted by id. NULL: none has it.
 static const GgufJson *tok__called_name(const Tok__Called *called, size_t n, const GgufJson *id) {
-    size_t low = 0, high = n;                         // [0, low) are not above id, [high, n) are
+    size_t low = 0, high = n;                         // ids of [0, low) are <= id, of [high, n) > id
     while (low < high) {
         const size_t middle = low + (high - low) / 2;
         if (tok__compare_ids(&called[middle].id, id) > 0) high = middle;
@@ -1499,7 +1510,7 @@ static const GgufJson *tok__called_name(const Tok__Called *called, size_t n, con
     return low && tok__compare_ids(&called[low - 1].id, id) == 0 ? &called[low - 1].name : NULL;
 }
 
-// One call. Its arguments are an object, or a string that holds one.
+// Writes one call. Its arguments are an object, or a string that holds one.
 static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Message *m, size_t i, Tok__Called *called) {
     static const char *const wrapper[] = { "function", "id" };
     static const char *const names[] = { "name", "arguments" };
@@ -1515,8 +1526,9 @@ static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Messa
     if (!p->failed && f[1].type == GGUF_J_STRING && tok__is_set(&f[1])) {
         if (!tok__room(&inner, f[1].n)) TOK__REFUSE(p, "out of memory for arguments of %zu bytes", f[1].n);
         else if (gguf_json_parse(inner.s, gguf_json_string(&f[1], inner.s), &parsed, &err_at, &err) == 0) f[1] = parsed;
-        else TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.arguments: byte %zu: expected %s", m->number, i, err_at,
-                         err);
+        else
+            TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.arguments: byte %zu: expected %s", m->number, i,
+                        err_at, err);
     }
     if (tok__is_set(&f[1]) && f[1].type != GGUF_J_OBJECT)
         TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.arguments: expected an object", m->number, i);
@@ -1532,7 +1544,7 @@ static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Messa
     tok_text_free(&inner);
 }
 
-// response:NAME{ of a result, and its end.
+// Write the beginning response:NAME{ of a result, and its end.
 static void tok__open_result(Tok__Prompt *p, const GgufJson *name) {
     tok__put_tag(p, &p->t->response_open);
     tok__put(p, "response:");
@@ -1557,8 +1569,8 @@ static void tok__put_result(Tok__Prompt *p, const GgufJson *name, const GgufJson
     tok__close_result(p);
 }
 
-// A tool message: its name is that of the last call with its id, else its own. The texts of a list of parts are one string;
-// placeholders come behind the result.
+// Writes a tool message. Its name is that of the last call with its id, or else its own. The texts of a list of parts
+// become one string; placeholders come after the result.
 static void tok__put_tool_message(Tok__Prompt *p, const Tok__Message *m, const Tok__Called *called, size_t n_called) {
     const GgufJson *name = tok__called_name(called, n_called, &m->f[TOK__CALL_ID]), *content = &m->f[TOK__TEXT];
     GgufJson rest = *content, part[2];
@@ -1580,7 +1592,7 @@ static void tok__put_tool_message(Tok__Prompt *p, const Tok__Message *m, const T
     }
 }
 
-// Calls of message i and the results for them: its own, or the tool messages that follow, m[1..next).
+// Writes the calls of message i and their results: those in the message, or the tool messages after it, m[1..next).
 static void tok__put_calls(Tok__Prompt *p, const Tok__Message *m, size_t n_follow, bool *calls, bool *results) {
     static const char *const names[] = { "name", "response" };
     const GgufJson *list = &m->f[TOK__CALLS], *responses = &m->f[TOK__RESPONSES];
@@ -1616,19 +1628,20 @@ static void tok__put_calls(Tok__Prompt *p, const Tok__Message *m, size_t n_follo
 
 static bool tok__has_role(const Tok__Message *m, const char *role) { return gguf_json_is(&m->f[TOK__ROLE], role); }
 
-// How the last turn stands when all messages are written.
+// The state of the last turn after all messages are written.
 typedef enum { TOK__CLOSED, TOK__AFTER_RESULT, TOK__CALL_OPEN } Tok__End;
 
 static Tok__End tok__put_messages(Tok__Prompt *p, const TokChat *c, const Tok__Message *m, size_t n, bool *closed) {
     Tok__End end = TOK__CLOSED;
-    size_t after_user = 0, next;                      // messages from here on are behind the last user's
-    bool goes_on = false;                             // the message before was the assistant's
+    size_t after_user = 0, next;                      // messages from here on come after the last one of the user
+    bool goes_on = false;                             // the previous message was the assistant's
     for (size_t i = 0; i < n; i++) if (tok__has_role(&m[i], "user")) after_user = i + 1;
     *closed = true;
     for (size_t i = 0; i < n && !p->failed; i = next) {
         for (next = i + 1; next < n && tok__has_role(&m[next], "tool"); ) next++;
-        if (tok__has_role(&m[i], "tool")) continue;   // results of no call
-        const bool is_assistant = tok__has_role(&m[i], "assistant"), is_model = is_assistant || tok__has_role(&m[i], "model");
+        if (tok__has_role(&m[i], "tool")) continue;   // a result that follows no call
+        const bool is_assistant = tok__has_role(&m[i], "assistant"), is_model = is_assistant ||
+            tok__has_role(&m[i], "model");
         if (!is_model || !goes_on) {
             tok__put_tag(p, &p->t->turn_open);
             if (is_model) tok__put(p, "model");
@@ -1654,7 +1667,7 @@ static Tok__End tok__put_messages(Tok__Prompt *p, const TokChat *c, const Tok__M
     return end;
 }
 
-// The opening of the model's turn, and the beginning of its answer if that is given.
+// Writes the opening of the model's turn, and the prefill of its answer if there is one.
 static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool closed) {
     const bool after_result = end == TOK__AFTER_RESULT && !(closed && !p->exact);
     const bool new_turn = closed && !after_result && end != TOK__CALL_OPEN;
@@ -1665,7 +1678,8 @@ static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool cl
         tok__put_tag(p, &p->t->turn_open);
         tok__put(p, "model\n");
     }
-    if (c->thought.s || (after_result && (c->think || c->end_thought)) || (new_turn && !c->think && p->t->large_variant)) {
+    if (c->thought.s || (after_result && (c->think || c->end_thought)) ||
+        (new_turn && !c->think && p->t->large_variant)) {
         tok__put_tag(p, &p->t->channel_open);
         tok__put(p, "thought\n");
         in_thought = true;
@@ -1678,7 +1692,7 @@ static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool cl
     if (c->answer.s) tok__put_bytes(p, c->answer.s, c->answer.n);
 }
 
-// Parse a text that has to be a list; an empty one and null, which clients send for tools, are an empty list.
+// Parses a text that must be a list. An empty text and null, which clients send for tools, are an empty list.
 static bool tok__parse_list(Tok__Prompt *p, const char *what, TokStr text, GgufJson *list) {
     const GgufJson none = { GGUF_J_ARRAY, "[]", 2 };
     const char *err;
@@ -1694,7 +1708,7 @@ static bool tok__parse_list(Tok__Prompt *p, const char *what, TokStr text, GgufJ
     return !p->failed;
 }
 
-// The messages of a list; free() them.
+// The messages of a list; the caller frees them.
 static Tok__Message *tok__read_messages(Tok__Prompt *p, const GgufJson *list, size_t *n) {
     GgufJson rest = *list, value;
     *n = 0;
@@ -1722,7 +1736,8 @@ int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
     bool closed;
     if (tok__parse_list(&p, "messages", c->messages, &list) && tok__parse_list(&p, "tools", c->tools, &tools))
         m = tok__read_messages(&p, &list, &n);
-    if ((c->thought.s || c->answer.s) && !c->add_cue) TOK__REFUSE(&p, "chat: the start of an answer needs the generation prompt");
+    if ((c->thought.s || c->answer.s) && !c->add_cue)
+        TOK__REFUSE(&p, "chat: the start of an answer needs the generation prompt");
     if (c->thought.s && !c->answer.s && !c->think)
         TOK__REFUSE(&p, "chat: the start of a thought needs thinking enabled");
     if (!p.failed) {
@@ -1753,27 +1768,27 @@ int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
 }
 
 // ---- chat: answer ---------------------------------------------------------------------------------------------------
-// The text of a call is the stream's output, which is UTF-8, so a byte that UTF-8 does not use can stand for <|"|>.
+// The text of a call is UTF-8, so the byte 0xFF, which UTF-8 never uses, can represent <|"|>.
 
-enum { TOK__DELIMITER = 0xFF, TOK__CALL_DEPTH = 251 };   // depth: what gguf_json_parse reads, less the 5 levels of a message
+enum { TOK__DELIMITER = 0xFF, TOK__CALL_DEPTH = 251 };   // depth: 256 of gguf_json_parse less 5 levels of a message
 
 static bool tok__is_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
 
 typedef struct {
     const char *s;
     size_t n, i;              // s[i..n) is not read yet
-    TokText *out;             // arguments as JSON; the caller has made room
+    TokText *out;             // arguments as JSON; it has enough room
     int depth;
     bool failed;
 } Tok__CallReader;
 
 static bool tok__at(const Tok__CallReader *c, char want) { return c->i < c->n && c->s[c->i] == want; }
-static bool tok__at_end(const Tok__CallReader *c) {                         // of a value
+static bool tok__at_end(const Tok__CallReader *c) {                         // true: at the end of a value
     return c->i == c->n || c->s[c->i] == ',' || c->s[c->i] == '}' || c->s[c->i] == ']';
 }
 static void tok__skip_blanks(Tok__CallReader *c) { while (c->i < c->n && tok__is_blank(c->s[c->i])) c->i++; }
 
-// s[from..to) as the inside of a JSON string. A delimiter where none belongs is shown as its text.
+// Writes s[from..to) as the inside of a JSON string. A misplaced delimiter is written as its text.
 static void tok__call_escape(Tok__CallReader *c, size_t from, size_t to) {
     for (; from < to; from++) {
         if ((unsigned char)c->s[from] == TOK__DELIMITER) tok__literal(c->out, "<|\\\"|>");
@@ -1781,12 +1796,12 @@ static void tok__call_escape(Tok__CallReader *c, size_t from, size_t to) {
     }
 }
 
-// The string that starts at s[i], which is a delimiter or a quote; its end may be missing.
+// Reads the string that starts at s[i], a delimiter or a quote. Its end may be missing.
 static void tok__call_string(Tok__CallReader *c) {
     const char quote = c->s[c->i++];
     c->out->s[c->out->n++] = '"';
     for (; c->i < c->n && c->s[c->i] != quote; c->i++) {
-        size_t len = 0;                               // of a JSON escape, which is copied
+        size_t len = 0;                               // length of a JSON escape, which is copied
         if (quote == '"' && c->s[c->i] == '\\' && c->n - c->i > 1) {
             const char e = c->s[c->i + 1];
             if (e && strchr("\"\\/bfnrt", e)) len = 2;
@@ -1804,7 +1819,8 @@ static void tok__call_string(Tok__CallReader *c) {
     c->out->s[c->out->n++] = '"';
 }
 
-// Bare characters up to the end of the value, or up to `stop`: a number or a word of JSON as it is, else a string.
+// Reads characters without quotes up to the end of the value, or up to `stop`. Numbers and the words of JSON are
+// copied, other text becomes a string.
 static void tok__call_bare(Tok__CallReader *c, char stop) {
     const size_t start = c->i;
     while (c->i < c->n && (stop ? c->s[c->i] != stop : !tok__at_end(c))) c->i++;
@@ -1822,9 +1838,9 @@ static void tok__call_bare(Tok__CallReader *c, char stop) {
     c->out->s[c->out->n++] = '"';
 }
 
-// The value at s[i]: an object, an array, a string or a bare word. Whatever closes closes the innermost; what is not
-// closed ends with the text. A member without a colon is left out, and one that the text ends before its value; {a:} is
-// an empty string.
+// Reads the value at s[i]: an object, an array, a string or a bare word. Any closing bracket closes the innermost
+// container; containers that are not closed end with the text. A member without colon is dropped, and one whose value
+// is cut off; {a:} has an empty string.
 static void tok__call_value(Tok__CallReader *c) {
     const char open = c->s[c->i];
     if (open == '"' || (unsigned char)open == TOK__DELIMITER) {
@@ -1872,7 +1888,7 @@ static void tok__call_value(Tok__CallReader *c) {
     c->depth--;
 }
 
-// The collected call: call:NAME{...}. What is none is dropped; so is a name that the end of the text may have cut.
+// Parses the collected call: call:NAME{...}. Other text is dropped, and so is a name that may be cut off at the end.
 static int tok__end_call(Tokenizer *t, TokReply *r, bool closed) {
     const char *s = r->call.s;
     size_t n = r->call.n, from = 0, brace, to;
@@ -1883,11 +1899,12 @@ static int tok__end_call(Tokenizer *t, TokReply *r, bool closed) {
     for (to = brace; to > from && tok__is_blank(s[to - 1]); ) to--;
     if (to == from || (brace == n && !closed)) return 0;
 
-    // Each byte becomes 6 at most; an opening bracket or a member can bring two quotes and one bracket.
+    // A byte becomes at most 6; an opening bracket or a member may add two quotes and one bracket.
     TokText out = { 0 };
     TokCall *calls = realloc(r->calls, ((size_t)r->n_calls + 1) * sizeof *calls);
     if (calls) r->calls = calls;
-    if (!calls || n > SIZE_MAX / 32 || !tok__room(&out, 10 * n + 16)) return tok__fail(t, "out of memory for a tool call");
+    if (!calls || n > SIZE_MAX / 32 || !tok__room(&out, 10 * n + 16))
+        return tok__fail(t, "out of memory for a tool call");
     for (size_t i = from; i < to; i++) {
         if ((unsigned char)s[i] == TOK__DELIMITER) tok__literal(&out, "<|\"|>");
         else out.s[out.n++] = s[i];
@@ -1900,13 +1917,13 @@ static int tok__end_call(Tokenizer *t, TokReply *r, bool closed) {
         tok_text_free(&out);
         return 0;
     }
-    char *block = realloc(out.s, out.n);              // gives back what was not needed
+    char *block = realloc(out.s, out.n);              // frees the unused memory
     if (block) out.s = block;
     r->calls[r->n_calls++] = (TokCall){ { out.s, n_name }, { out.s + n_name, out.n - n_name } };
     return 0;
 }
 
-// Characters of the open state.
+// Appends characters to the content, the thought or the call, by state.
 static bool tok__reply_text(TokReply *r, const char *s, size_t n) {
     if (r->state == TOK__CALL) return tok__append(&r->call, s, n);
     if (r->state == TOK__CONTENT) {
@@ -1930,7 +1947,7 @@ static bool tok__reply_text(TokReply *r, const char *s, size_t n) {
     return true;
 }
 
-// Enter a state. What was pending in the old one was no character.
+// Enters a state. Pending bytes of the old state are flushed: they are not a character.
 static int tok__reply_enter(Tokenizer *t, TokReply *r, int state) {
     const size_t n = tok_stream_flush(&r->stream, r->piece.s, r->piece.cap);
     if (!tok__reply_text(r, r->piece.s, n)) return tok__fail(t, "out of memory for a reply");
@@ -1941,10 +1958,11 @@ static int tok__reply_enter(Tokenizer *t, TokReply *r, int state) {
 
 void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, size_t n) {
     for (int i = 0; i < r->n_calls; i++) free((void *)(uintptr_t)r->calls[i].name.s);
-    TokReply fresh = { .content = r->content, .thought = r->thought, .call = r->call, .piece = r->piece, .calls = r->calls };
+    TokReply fresh = { .content = r->content, .thought = r->thought, .call = r->call, .piece = r->piece,
+                       .calls = r->calls };
     fresh.content.n = fresh.thought.n = fresh.call.n = 0;
     *r = fresh;
-    bool named = false;                               // behind here is the end of a line
+    bool named = false;                               // a line ends after position i: the thought has its name
     while (n-- > 0) {
         if (prompt[n] < 0 || prompt[n] >= t->n_tokens) continue;
         if (t->kind[prompt[n]] == TOK__HIDDEN) {
@@ -1960,7 +1978,7 @@ void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, siz
 
 int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id) {
     if (r->finish != TOK_RUNNING) return 1;
-    if (id < 0 || id >= t->n_tokens) return 0;        // no token; an absent marker is -1
+    if (id < 0 || id >= t->n_tokens) return 0;        // not a token; an absent marker has id -1
     if (!tok__room(&r->piece, t->stream_cap)) return tok__fail(t, "out of memory for a reply");
     const bool in_call = r->state == TOK__CALL;
     if (tok_is_stop(t, id)) {
@@ -1974,7 +1992,7 @@ int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id) {
         return tok__reply_enter(t, r, TOK__THOUGHT);
     }
     if (id == t->channel_close) return r->state == TOK__THOUGHT ? tok__reply_enter(t, r, TOK__CONTENT) : 0;
-    if (id == t->call_open) {                         // a call that is still open ends here
+    if (id == t->call_open) {                         // ends a call that is still open
         if (tok__reply_enter(t, r, TOK__CALL) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
         r->call.n = 0;
         return 0;

@@ -737,9 +737,15 @@ static void add_values(float *out, const float *v, const int *key, const float *
         Vector *o = (Vector *)(out + i), a = o[0], b = o[1], c = o[2], d = o[3];
         for (int j = 0; j < n; j++) {
             const Vector *from = (const Vector *)(v + (size_t)key[j] * dim + i);
-            a += p[j] * from[0], b += p[j] * from[1], c += p[j] * from[2], d += p[j] * from[3];
+            a += p[j] * from[0];
+            b += p[j] * from[1];
+            c += p[j] * from[2];
+            d += p[j] * from[3];
         }
-        o[0] = a, o[1] = b, o[2] = c, o[3] = d;
+        o[0] = a;
+        o[1] = b;
+        o[2] = c;
+        o[3] = d;
     }
     for (; i < dim; i++)
         for (int j = 0; j < n; j++) out[i] += p[j] * v[(size_t)key[j] * dim + i];
