@@ -11,7 +11,7 @@
  *
  * ENCODE 1. Cut the text at the special strings of the mode ("<|turn>" and 23 others).
  *        2. A space becomes U+2581; each invalid UTF-8 byte becomes U+FFFD. No other change.
- *        3. Every code point becomes its token or, if the vocabulary lacks it, the tokens of its bytes (<0x00>..<0xFF>).
+ *        3. Every code point becomes its token or, if the vocabulary lacks it, the byte tokens (<0x00>..<0xFF>).
  *        4. Merge the adjacent pair with the lowest rank (its index in the merge list), the leftmost on ties, until no
  *           adjacent pair is in the list.
  *

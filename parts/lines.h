@@ -1,5 +1,5 @@
-/* lines.h - lines that the user types: edited by libedit or readline, or by the terminal's driver, always as UTF-8. A part of
- * gemma4.c, which includes it; tests/lines.c has it alone, with each library.
+/* lines.h - reads the lines that the user types, as UTF-8. libedit or readline edits them, or else the terminal driver.
+ * Part of gemma4.c, which includes it; tests/lines.c includes it alone, built with each library.
  *
  * Uses base.h, tokenizer.h (TokText) and text.h [4] (signals). Begin with read_message().
  *   [1] The character set    [2] One line    [3] Messages and history */
@@ -19,18 +19,18 @@
 #endif
 
 // ==== [1] The character set ==========================================================================================
-// The model's text is UTF-8, and a chat passes it to the terminal as it is, so what is typed is read as UTF-8 too. The
-// libraries take the character set from LC_CTYPE: from the environment where that names a UTF-8 locale, else from a
-// UTF-8 locale that the system has. A terminal with another character set, such as ISO-8859-1, could not show the
-// answers either; one line says so. No other category is set, so numbers keep their decimal point.
+// The model's text is UTF-8, and the chat writes it to the terminal unchanged, so typed text is read as UTF-8 too. The
+// libraries take the character set from LC_CTYPE. use_utf8() sets it to the user's locale if that is a UTF-8 locale,
+// else to a UTF-8 locale of the system. A terminal with another character set, such as ISO-8859-1, could not show the
+// answers; then the chat prints a warning. No other locale category is set, so numbers keep their decimal point.
 
 // False: this system has no UTF-8 locale.
 static bool use_utf8(void) {
-    static const char *const names[] = { "", "C.UTF-8", "C.utf8", "en_US.UTF-8", "UTF-8" };      // the last one: macOS
+    static const char *const names[] = { "", "C.UTF-8", "C.utf8", "en_US.UTF-8", "UTF-8" };      // the last: macOS
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         const char *locale = setlocale(LC_CTYPE, names[i]);
         if (locale && !strcmp(nl_langinfo(CODESET), "UTF-8")) {
-#ifdef USE_READLINE                                    // which looks at the environment again for every line
+#ifdef USE_READLINE                                    // readline reads the environment again for every line
             if (i) setenv("LC_ALL", names[i], 1);
 #endif
             return true;
@@ -43,8 +43,8 @@ static bool use_utf8(void) {
     return false;
 }
 
-// The terminal's driver edits the line: it erases whole characters when it knows that they are UTF-8. True: the
-// terminal's setting was another one.
+// Tells the terminal driver, which edits lines when no library does, that characters are UTF-8, so that it erases whole
+// characters. True: the setting was different before.
 static bool set_driver_utf8(bool on) {
     (void)on;
 #ifdef IUTF8
@@ -61,7 +61,7 @@ static bool set_driver_utf8(bool on) {
 
 typedef enum { LINE_TEXT, LINE_END, LINE_INTERRUPTED } LineKind;
 
-// Waits for standard input. False: Ctrl-C came first. SIGINT is blocked but for here, so none is missed.
+// Waits for standard input. False: the user pressed Ctrl-C. SIGINT is blocked everywhere else, so that none is lost.
 static bool wait_for_input(const sigset_t *unblocked) {
     fd_set set;
     FD_ZERO(&set);
@@ -71,22 +71,22 @@ static bool wait_for_input(const sigset_t *unblocked) {
 }
 
 #ifdef EDITS_LINES
-static bool edits_lines;                               // the library does, on this terminal
-static char *edited;                                   // by the library: a line, or NULL at the end of input
+static bool edits_lines;                               // the library edits lines on this terminal
+static char *edited;                                   // the edited line; NULL at the end of input
 static bool edit_ended;
 
 static void on_edited(char *line) {
     edited = line;
     edit_ended = true;
-    rl_callback_handler_remove();                      // the terminal is as we found it from here on
+    rl_callback_handler_remove();                      // restores the terminal's settings
 }
 
 #ifdef USE_READLINE
-// readline gets whole UTF-8 characters only: an incomplete one would corrupt the next line. Invalid bytes are dropped, as
-// libedit does. Reading byte by byte leaves what follows the line to the terminal.
+// readline gets whole UTF-8 characters only: an incomplete one would corrupt the next line. Invalid bytes are dropped,
+// as libedit does. Input is read byte by byte, so that text after the line stays in the terminal's buffer.
 static struct { char s[16]; size_t n, at; bool is_whole, ended; } character;
 
-static bool take_byte(void) {                          // one more; true: the character is whole, or the input has ended
+static bool take_byte(void) {                          // reads a byte; true: the character is whole, or input has ended
     mbstate_t state;
     const ssize_t got = read(0, character.s + character.n, 1);
     if (got <= 0) return character.ended = got == 0 || errno != EINTR;
@@ -138,10 +138,10 @@ static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText
 }
 #endif
 
-// A line that no library edits. What was read beyond its end is kept for the next one.
+// Reads a line that no library edits. Bytes after its end are kept for the next line.
 static LineKind take_line(const sigset_t *unblocked, TokText *line) {
     static char buffer[4096];
-    static size_t n, at;                               // bytes read, and those used up
+    static size_t n, at;                               // bytes in the buffer; bytes of them that are consumed
     for (const size_t start = line->n; ; ) {
         const char *end = memchr(buffer + at, '\n', n - at);
         const size_t got = end ? (size_t)(end - buffer) - at : n - at;
@@ -158,7 +158,7 @@ static LineKind take_line(const sigset_t *unblocked, TokText *line) {
     }
 }
 
-// The next line of standard input without its end, appended to *line. The prompt is shown on a terminal only.
+// Reads the next line of standard input and appends it, without its end, to *line. Shows the prompt on a terminal only.
 static LineKind read_line(const char *prompt, TokText *line) {
     sigset_t blocked, before;
     LineKind kind;
@@ -185,13 +185,14 @@ static LineKind read_line(const char *prompt, TokText *line) {
 // ==== [3] Messages and history =======================================================================================
 
 #ifdef EDITS_LINES
-static const char *history_path;                       // NULL: lines are forgotten at the end
+static const char *history_path;                       // NULL: the history is not saved
 
-// Only the user can read a new file; one that is there keeps its mode, which the libraries would change. 0, or errno.
+// A new file is readable by the user only; an existing file keeps its mode, which the libraries would change. Returns 0
+// or errno.
 static int save_history(void) {
     struct stat old;
     const bool exists = !stat(history_path, &old);
-    if (exists && !S_ISREG(old.st_mode)) return 0;     // /dev/null keeps nothing
+    if (exists && !S_ISREG(old.st_mode)) return 0;     // such as /dev/null
     const mode_t usual = umask(077);
     int err = write_history(history_path);
     umask(usual);
@@ -200,7 +201,7 @@ static int save_history(void) {
 }
 #endif
 
-// Before the first line. history: a file for the lines that were typed, or NULL.
+// Called before the first line. history: a file for the typed lines, or NULL.
 static void open_lines(const char *history) {
     const bool utf8 = use_utf8();
     (void)history;
@@ -221,7 +222,7 @@ static void open_lines(const char *history) {
 #endif
 }
 
-// What the user says: a line, and those that follow it as long as each ends in a backslash, which becomes a line break.
+// Reads a message: a line and, as long as a line ends in a backslash, which becomes a line break, the next one.
 static LineKind read_message(TokText *text) {
     text->n = 0;
     LineKind kind = read_line("> ", text);
@@ -233,7 +234,7 @@ static LineKind read_message(TokText *text) {
     return kind;
 }
 
-// Adds a line to those that Up recalls, and to the file of them.
+// Adds a line to the history, which Up recalls, and saves the history.
 static void remember_line(const char *line) {
     (void)line;
 #ifdef EDITS_LINES
