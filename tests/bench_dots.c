@@ -1,8 +1,8 @@
-/* bench_dots.c - speed of gguf.h's integer dots, per type: one activation row, and several.
+/* bench_dots.c - speed of gguf.h's integer dot products, per type: for one activation row, and for several.
  *
  *   cc -std=c11 -O3 -march=native -ffp-contract=off -I. tests/bench_dots.c -o build/bench_dots -lm && build/bench_dots
  *
- * One thread; columns as in the 26B model, a matrix that stays in the cache: this measures instructions, not memory.
+ * One thread; row length of the 26B model; the matrix fits into the cache, so this measures instructions, not memory.
  * GB/s is weight bytes over time, each weight row counted once per pass; GMAC/s counts products. */
 #define _GNU_SOURCE
 #define GGUF_IMPLEMENTATION
@@ -23,7 +23,7 @@ static uint8_t w[ROWS * COLS * 2];
 static void *packed;
 static volatile float sink;
 
-// The matrix times n_acts rows; 0: one row, without packing.
+// Multiplies the matrix with n_acts rows; 0: one row, without packing.
 static void pass(int type, int n_acts) {
     const size_t row = gguf_row_size(type, COLS);
     if (n_acts) gguf_dot_q8_rows(type, w, ROWS, packed, (size_t)n_acts, COLS, out, ROWS);
@@ -49,7 +49,7 @@ int main(void) {
                                 GGUF_Q5_K, GGUF_Q6_K, GGUF_IQ4_NL, GGUF_IQ4_XS, GGUF_MXFP4, GGUF_NVFP4};
     uint32_t u = 1;
     for (size_t i = 0; i < COLS; i++) x[i] = sinf((float)i);
-    for (size_t i = 0; i < sizeof w; i++) w[i] = (uint8_t)((u = u * 1664525 + 1013904223) >> 24) & 0x7b;    // no NaN, no Inf
+    for (size_t i = 0; i < sizeof w; i++) w[i] = (uint8_t)((u = u * 1664525 + 1013904223) >> 24) & 0x7b;    // finite
     gguf_quantize_q8(x, q, scale, COLS);
     const size_t size = gguf_packed_size(COLS);
     packed = aligned_alloc(64, (size * MAX_ACTS + 63) / 64 * 64);
@@ -64,7 +64,8 @@ int main(void) {
         for (int i = 0; i < 5; i++) {
             static const int n_acts[] = {0, 1, 4, 16, 64};
             const double s = seconds(types[t], n_acts[i]), rows = n_acts[i] ? n_acts[i] : 1;
-            printf("%7.1f %6.1f  ", (double)gguf_row_size(types[t], COLS) * ROWS / s * 1e-9, COLS * ROWS * rows / s * 1e-9);
+            printf("%7.1f %6.1f  ", (double)gguf_row_size(types[t], COLS) * ROWS / s * 1e-9,
+                   COLS * ROWS * rows / s * 1e-9);
         }
         printf("\n");
     }

@@ -1,7 +1,7 @@
 #!/bin/sh
-# What --spec auto makes of texts of every kind, beside no guesses and fixed settings: tokens a second of some answers of one kind in
-# one process, the best of RUNS runs in turn, and how auto compares with no guesses and with the best of the others. The texts
-# must be the same.
+# Compares --spec auto with no drafts and with fixed settings, on texts of every kind: tokens per second for a few
+# answers of one kind in one process, the best of RUNS alternating runs; and the ratio of auto to no drafts and to the
+# best other setting. The texts must be the same.
 #
 #   tests/bench_drafting.sh [MODEL.gguf [DRAFTER.gguf | ngram ...]]      default: gemma4-mini with both of its drafters
 # Environment: GEMMA4 (./gemma4), RUNS (3), TOKENS (256), FLAGS (-t 2, ..)
@@ -17,7 +17,7 @@ trap 'rm -rf "$tmp"' EXIT
 story="Once upon a time, there was a little fox named Tom. Tom lived in a cozy burrow under an old oak tree. One day Tom found a \
 golden key in the forest. Tom asked the owl, and the owl told Tom to look for a small door. Tom looked all day, and in the evening \
 Tom found the door behind a waterfall. Tom opened it with the key, and there was a garden full of apples."
-prompts() { # a line each; every one is a conversation of its own
+prompts() { # one per line; each is a separate conversation
     case $1 in
     story) for who in fox robot cat; do echo "Tell me a story about a $who."; done ;;
     drawn) for who in king baker mouse; do echo "Tell me a story about a $who."; done ;;
@@ -30,7 +30,7 @@ prompts() { # a line each; every one is a conversation of its own
     esac
 }
 
-# run KIND FLAGS...: tokens a second of all its answers, on stdout; the texts' hash in $tmp/hash
+# run KIND FLAGS...: prints tokens per second of its answers; writes the texts' hash to $tmp/hash
 run() {
     kind=$1
     shift

@@ -1,10 +1,11 @@
-/* bench_tokenizer.c - how fast text becomes ids, on one core and on Gemma 4's vocabulary.
+/* bench_tokenizer.c - speed of encoding text with Gemma 4's vocabulary, on one core.
  *
  *   gzip -dc tests/golden/gemma4-tokens.txt.gz | build/make_vocab /tmp/vocab.gguf
  *   build/bench_tokenizer /tmp/vocab.gguf [FILE ...]
  *
- * Without files it makes its texts: mixed text of many scripts, code and numbers, whose words are tokens of the vocabulary;
- * one letter; random letters without a break. Prints a line for each: bytes, ids, seconds, the best of three. */
+ * Without files it makes its own texts: mixed text of many scripts, code and numbers, whose words are tokens of the
+ * vocabulary; one repeated letter; random letters without spaces. Prints for each: bytes, ids, seconds (best of three).
+ * */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap; popen
 #define GGUF_IMPLEMENTATION
 #include "../gguf.h"
@@ -67,7 +68,7 @@ int main(int argc, char **argv) {
     const size_t n = 7 << 20;
     char *text = alloc(n);
     size_t at = 0;
-    while (at + 200 < n) {                             // lines of one kind: a stretch of the vocabulary, or numbers
+    while (at + 200 < n) {                             // lines of consecutive tokens, or of numbers
         const uint32_t from = 500 + rnd(200000);
         for (int words = 0; words < 12 && at + 200 < n; words++) {
             const TokStr word = tok_piece(&t, (int32_t)(from + rnd(2000)), false);

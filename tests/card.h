@@ -1,6 +1,6 @@
-/* card.h - tests of the CUDA backend as on another card: card=NAME of parts/cards.h, anywhere among the arguments.
+/* card.h - lets a test of the CUDA backend plan for another card: the argument card=NAME, with a name of parts/cards.h.
  *
- * On a GPU the backend plans as if it were that card; the emulator is that card. Include it after gemma4.h. */
+ * On a GPU, the backend plans for that card; the emulator emulates that card. Include after gemma4.h. */
 #ifndef CARD_H
 #define CARD_H
 #include <stdio.h>
@@ -11,7 +11,7 @@
 bool cuda_on_cpu(const char *card);      // cuda_on_cpu/cuda_runtime.h
 #endif
 
-// Takes the argument out of argv.
+// Removes the argument from argv.
 static inline void take_card(int *argc, char **argv) {
     int n = 0;
     for (int i = 0; i < *argc; i++) {

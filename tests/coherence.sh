@@ -1,13 +1,14 @@
 #!/bin/sh
-# What a type of the KV cache costs the small models: a table, one row for each model and type, and a gate.
+# Measures how much quality each type of the KV cache costs the small models: a table with one row per model and type,
+# and limits.
 #
 #   tests/coherence.sh [--short] [--types "f16 q8_0 tq3"] [MODEL.gguf ..] [-- FLAGS]     both models, every type; minutes each
 #
-# Perplexity of held-out documents and stories, divergence from an f16 cache and first choices that stay (gemma4 ppl); questions after facts,
-# rolls learned by heart, edits, which repeat a text exactly, codes in 1K to 16K ids of text, sampled texts that are UTF-8 and
-# do not loop (eval_mini). FLAGS are flags of the cache for all types: --kv-tail 128, --kv-swa q8_0, --kv-layout untied.
-# --short: fewer items, and codes in 1K ids only. A line "FAILED: .." for each row that is worse than its type may be, and exit
-# status 1.
+# Perplexity of held-out documents and stories, KL divergence from an f16 cache and greedy tokens that stay the same
+# (gemma4 ppl); questions after facts, memorised lists, edits that repeat a text exactly, codes in 1K to 16K ids of
+# text, sampled texts that are valid UTF-8 and do not loop (eval_mini). FLAGS are cache flags for all types: --kv-tail
+# 128, --kv-swa q8_0, --kv-layout untied. --short: fewer items, and codes in 1K ids only. Prints a line "FAILED: .." for
+# each row that is below the limit of its type; then the exit status is 1.
 # Environment: GEMMA4 (./gemma4), BUILD (build: where make put eval_mini).
 cd "$(dirname "$0")/.." || exit 1
 gemma4=${GEMMA4:-$PWD/gemma4} build=${BUILD:-build}
@@ -35,10 +36,10 @@ awk '/^\[/ { doc = $0 ~ /^\[loss /; inside = $0 == "[haystack]"; fresh = 1; next
      doc { printf "%s", $0 }
      inside { printf "%s%s", fresh ? "" : " ", $0; fresh = /\n$/ }' tests/eval_mini.txt >"$tmp/text"
 
-field() { # field NAME: of the line of JSON in $tmp/ppl
+field() { # field NAME: a field of the JSON line in $tmp/ppl
     sed -nE "s/.*\"$1\": ([^,}]*)[,}].*/\1/p" "$tmp/ppl"
 }
-share() { # share KIND..: right answers of items, of all kinds together
+share() { # share KIND..: right answers "of" items, summed over the kinds
     awk -v kinds="$*" 'BEGIN { n = split(kinds, kind, "/") }
         { for (i = 1; i <= n; i++) if (index($0, kind[i]) == 1) { rest = substr($0, 25); split(rest, v, " "); items += v[1]; right += v[2] } }
         END { printf "%d of %d", right, items }' "$tmp/eval"
@@ -81,14 +82,14 @@ for model in $models; do
         for n in $lengths; do printf ' %s |' "$(share "needle $n, 1 key /needle $n, 4 keys")"; done
         printf ' %s |\n' "$texts"
 
-        # What a type may cost: divergence, first choices that stay and right answers, in per cent.
+        # Limits of a type: largest divergence, least percentage of unchanged greedy tokens and of right answers.
         case $type in
         f16) far=4e-8 stay=100 right=87 ;;
         f32 | bf16 | q8_0) far=2e-4 stay=99 right=87 ;;
         q4_0 | tq4) far=1e-3 stay=98 right=87 ;;
         *) far=4e-3 stay=96 right=80 ;;
         esac
-        [ $# -eq 0 ] || far=2e-2 stay=94               # what the flags do is not known here
+        [ $# -eq 0 ] || far=2e-2 stay=94               # FLAGS may cost more
         awk "BEGIN { exit !($(field kld_mean) <= $far) }" ||
             fail "$row: expected a divergence of at most $far from an f16 cache, got $(field kld_mean)"
         awk "BEGIN { exit !($same * 100 >= $stay - 1e-6) }" || fail "$row: expected $stay % of first choices to stay, got $same"

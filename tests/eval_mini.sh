@@ -1,7 +1,7 @@
 #!/bin/sh
-# Measures what a small model knows: facts, arithmetic, tasks, tools, edits, needles, losses. See tests/eval_mini.c.
+# Measures what a small model can do: facts, arithmetic, tasks, tools, edits, needles, losses. See tests/eval_mini.c.
 #
-#   tests/eval_mini.sh [MODEL.gguf] [--short] [--at-least PERCENT] ..   the mini; minutes, --short: less than one
+#   tests/eval_mini.sh [MODEL.gguf] [--short] [--at-least PERCENT] ..   default: the mini; takes minutes, with --short less than one
 #
 # Environment: BUILD (build: where make put eval_mini).
 cd "$(dirname "$0")/.." || exit 1

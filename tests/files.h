@@ -1,6 +1,6 @@
 /* files.h - files for tests: a temporary directory, programs to run, models of make_gguf, and a rewriter of GGUF files.
  *
- * To be included after gemma4.c and test.h. main() calls make_tmp() first; what lies there goes away at the end.
+ * Include after gemma4.c and test.h. main() calls make_tmp() first; the directory is removed at the end.
  * Environment: BUILD (build: where make put make_gguf), CC (used if it is not there), TMPDIR (/tmp). */
 #ifndef FILES_H
 #define FILES_H
@@ -11,7 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static char tmp[512];                                  // everything goes here, and goes away with it
+static char tmp[512];                                  // the temporary directory, removed at exit
 static pid_t main_pid;
 
 static int remove_entry(const char *path, const struct stat *st, int kind, struct FTW *at) {
@@ -19,11 +19,11 @@ static int remove_entry(const char *path, const struct stat *st, int kind, struc
     return remove(path);
 }
 static void remove_tree(const char *path) { nftw(path, remove_entry, 16, FTW_DEPTH | FTW_PHYS); }
-static void remove_tmp(void) {                         // also when gemma4.c ends the process; not in a child
+static void remove_tmp(void) {                         // also if gemma4.c ends the process; not in a child process
     if (getpid() == main_pid) remove_tree(tmp);
 }
 
-// The paths of files in the temporary directory; each call site gets one of a few buffers in turn.
+// The path of a file in the temporary directory, in one of a few static buffers that are used in rotation.
 __attribute__((format(printf, 1, 2))) static const char *in_tmp(const char *fmt, ...) {
     static char path[8][1024];
     static int turn;
@@ -36,7 +36,7 @@ __attribute__((format(printf, 1, 2))) static const char *in_tmp(const char *fmt,
     return p;
 }
 
-static const char *kept(const char *path) {            // a copy of a path, which lasts longer
+static const char *kept(const char *path) {            // a copy of a path that stays valid
     static char paths[32][1024];
     static int n;
     snprintf(paths[n %= 32], sizeof *paths, "%s", path);
@@ -51,7 +51,7 @@ static void *must(void *p) {
     return p;
 }
 
-// The directory of this run.
+// Makes the temporary directory.
 static void make_tmp(void) {
     const char *base = getenv("TMPDIR") && *getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp";
     snprintf(tmp, sizeof tmp, "%.400s/gemma4-test-XXXXXX", base);
@@ -60,7 +60,8 @@ static void make_tmp(void) {
     atexit(remove_tmp);
 }
 
-// Runs a program with its output in files (NULL: ours). Returns the exit status, or 1000 + the signal that ended it.
+// Runs a program with its output in files (NULL: inherited). Returns the exit status, or 1000 + the signal that killed
+// it.
 static int run_program(const char *const argv[], const char *out, const char *err) {
     fflush(stdout);
     const pid_t child = fork();
@@ -78,7 +79,7 @@ static int run_program(const char *const argv[], const char *out, const char *er
     return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 
-static char *text_of(const char *path) {               // the file's bytes, with a NUL
+static char *text_of(const char *path) {               // the file's bytes and a NUL
     FILE *f = must(fopen(path, "rb"));
     size_t n = 0, got;
     char *s = NULL;
@@ -91,19 +92,21 @@ static char *text_of(const char *path) {               // the file's bytes, with
     return s;
 }
 
-// Writes a model to NAME.gguf in the temporary directory. More arguments of make_gguf follow; NULL ends them.
+// Writes a model to NAME.gguf in the temporary directory. Further arguments go to make_gguf; NULL ends them.
 static const char *make_model(const char *name, const char *preset, const char *quant, ...) {
     static char program[1024];
     if (!program[0]) {
         snprintf(program, sizeof program, "%s/make_gguf", getenv("BUILD") ? getenv("BUILD") : "build");
         if (access(program, X_OK)) {
             snprintf(program, sizeof program, "%s", in_tmp("make_gguf"));
-            const char *cc[] = { getenv("CC") ? getenv("CC") : "cc", "-std=c11", "-O2", "tests/make_gguf.c", "-o", program, "-lm", NULL };
+            const char *cc[] = { getenv("CC") ? getenv("CC") : "cc", "-std=c11", "-O2", "tests/make_gguf.c", "-o",
+                                 program, "-lm", NULL };
             CHECK(run_program(cc, NULL, NULL) == 0, "tests/make_gguf.c does not compile");
         }
     }
     const char *path = in_tmp("%s.gguf", name);
-    const char *argv[20] = { program, "--preset", preset, "--quant", quant, "--seed", "11", "--separate-pools", "--out", path };
+    const char *argv[20] = { program, "--preset", preset, "--quant", quant, "--seed", "11", "--separate-pools", "--out",
+                             path };
     va_list ap;
     va_start(ap, quant);
     for (int n = 10; n < 19 && (argv[n] = va_arg(ap, const char *)) != NULL; n++) {}
@@ -113,7 +116,7 @@ static const char *make_model(const char *name, const char *preset, const char *
     return path;
 }
 
-// ---- a GGUF file taken apart ---------------------------------------------------------------------------------------
+// ---- editing a GGUF file -------------------------------------------------------------------------------------------
 // Keys as raw bytes, tensors as names, shapes and copies of their data: enough to write the file again with changes.
 
 typedef struct { uint8_t *data; size_t n, cap; } Bytes;
@@ -140,7 +143,7 @@ typedef struct {
 } DraftKey;
 
 typedef struct {
-    char     name[64];        // "": left out when written
+    char     name[64];        // "": not written
     int      type, n_dims;
     uint64_t ne[4];
     Bytes    data;
@@ -157,10 +160,11 @@ static Draft read_draft(const char *path) {
     Draft d = { 0 };
     if (gguf_open(&g, path) < 0) die("%s: %s", path, g.err);
     d.alignment = g.alignment;
-    d.keys = must(calloc(g.n_kvs + 8, sizeof *d.keys));                // room for a few that are added
-    d.tensors = must(calloc(3 * g.n_tensors + 8, sizeof *d.tensors));  // room for two more beside each
-    for (; d.n_keys < g.n_kvs; d.n_keys++) {                           // an entry ends where the next one's length field begins
-        const GgufStr key = g.kvs[d.n_keys].key, next = d.n_keys + 1 < g.n_kvs ? g.kvs[d.n_keys + 1].key : g.tensors[0].name;
+    d.keys = must(calloc(g.n_kvs + 8, sizeof *d.keys));                // room for added keys
+    d.tensors = must(calloc(3 * g.n_tensors + 8, sizeof *d.tensors));  // room for two more per tensor
+    for (; d.n_keys < g.n_kvs; d.n_keys++) {                           // an entry ends where the next one starts
+        const GgufStr key = g.kvs[d.n_keys].key, next = d.n_keys + 1 < g.n_kvs ? g.kvs[d.n_keys + 1].key
+            : g.tensors[0].name;
         snprintf(d.keys[d.n_keys].name, sizeof d.keys->name, "%.*s", (int)key.n, key.s);
         put(&d.keys[d.n_keys].value, key.s + key.n, (size_t)(next.s - 8 - (key.s + key.n)));
     }
@@ -184,7 +188,8 @@ static void free_draft(Draft *d) {
     free(d->tensors);
 }
 
-// Writes the file and frees the draft. A tensor's data is cut or continued with zeros to the size of its shape and type.
+// Writes the file and frees the draft. A tensor's data is truncated or padded with zeros to the size of its shape and
+// type.
 static const char *write_draft(Draft *d, const char *path) {
     Bytes b = { 0 };
     uint64_t n_keys = 0, n_tensors = 0, offset = 0;
@@ -204,7 +209,8 @@ static const char *write_draft(Draft *d, const char *path) {
         if (!t->name[0]) continue;
         const size_t size = gguf_row_size(t->type, (size_t)t->ne[0]) * (size_t)(t->ne[1] * t->ne[2] * t->ne[3]);
         static const uint8_t zeros[4096];
-        while (t->data.n < size) put(&t->data, zeros, size - t->data.n < sizeof zeros ? size - t->data.n : sizeof zeros);
+        while (t->data.n < size)
+            put(&t->data, zeros, size - t->data.n < sizeof zeros ? size - t->data.n : sizeof zeros);
         t->data.n = size;
         put_text(&b, t->name);
         put_u32(&b, (uint32_t)t->n_dims);
@@ -227,7 +233,7 @@ static const char *write_draft(Draft *d, const char *path) {
     return path;
 }
 
-static DraftKey *draft_key(Draft *d, const char *name) {               // added when there is none
+static DraftKey *draft_key(Draft *d, const char *name) {               // adds the key if there is none
     for (size_t i = 0; i < d->n_keys; i++)
         if (!strcmp(d->keys[i].name, name)) return &d->keys[i];
     DraftKey *k = &d->keys[d->n_keys++];
@@ -235,20 +241,20 @@ static DraftKey *draft_key(Draft *d, const char *name) {               // added 
     return k;
 }
 
-static DraftTensor *draft_tensor(Draft *d, const char *name) {         // NULL: there is none
+static DraftTensor *draft_tensor(Draft *d, const char *name) {         // NULL: no such tensor
     for (size_t i = 0; i < d->n_tensors; i++)
         if (!strcmp(d->tensors[i].name, name)) return &d->tensors[i];
     return NULL;
 }
 
-static DraftTensor *draft_add(Draft *d, const char *name, uint64_t n) {            // n f32, zeros unless the caller fills them
+static DraftTensor *draft_add(Draft *d, const char *name, uint64_t n) {            // n zeros
     DraftTensor *t = &d->tensors[d->n_tensors++];
     *t = (DraftTensor){ .type = GGUF_F32, .n_dims = 1, .ne = { n, 1, 1, 1 } };
     snprintf(t->name, sizeof t->name, "%s", name);
     return t;
 }
 
-// A key whose value is one u16.
+// Sets a key to a u16.
 static void draft_u16(Draft *d, const char *name, unsigned v) {
     Bytes *b = &draft_key(d, name)->value;
     b->n = 0;
@@ -256,7 +262,7 @@ static void draft_u16(Draft *d, const char *name, unsigned v) {
     put(b, &(uint16_t){ (uint16_t)v }, 2);
 }
 
-// A tensor of floats, all of them v.
+// Sets all values of a tensor of floats to v.
 static void fill(DraftTensor *t, float v) {
     t->data.n = 0;
     for (uint64_t i = 0; i < t->ne[0] * t->ne[1]; i++) put(&t->data, &v, sizeof v);

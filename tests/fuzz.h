@@ -1,9 +1,9 @@
-/* fuzz.h - what the fuzz targets share: a small vocabulary, and a main() for single files.
+/* fuzz.h - used by all fuzz targets: a small vocabulary, and a main() that runs single files.
  *
- * clang -fsanitize=fuzzer links a target with -DFUZZER; otherwise main() runs it once for each file named. */
+ * clang -fsanitize=fuzzer links a target with -DFUZZER; otherwise main() runs it once for each file argument. */
 #ifndef FUZZ_H
 #define FUZZ_H
-#ifndef GEMMA4_H              // gemma4.c, before this, has both
+#ifndef GEMMA4_H              // else gemma4.c was included before and has both
 #define GGUF_IMPLEMENTATION
 #include "../gguf.h"
 #define TOKENIZER_IMPLEMENTATION
@@ -17,18 +17,21 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 
-// 256 bytes, the specials, a few letters and words, and merges that apply in long and short runs.
+// 256 byte tokens, the special strings, a few letters and words, and merges that apply to long and short pieces.
 static void make_built_in(Tokenizer *t) {
     static const char *texts[] = {
-        "<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_response>", "<|\"|>", "<tool_response|>",
-        "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|think|>", "<|image|>", "<|audio|>", "<|video|>", "a", "b",
-        "c", "<", "|", ">", "\n", "\342\226\201", "\303\251", "\357\277\275", "ab", "bc", "abc", "aa", "aaa", "aaaa", "\n\n",
+        "<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_response>", "<|\"|>",
+        "<tool_response|>",
+        "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|think|>", "<|image|>", "<|audio|>", "<|video|>", "a",
+        "b",
+        "c", "<", "|", ">", "\n", "\342\226\201", "\303\251", "\357\277\275", "ab", "bc", "abc", "aa", "aaa", "aaaa",
+        "\n\n",
         "\342\226\201\342\226\201", "\342\226\201a", "<|", "|>", "\357\277\275\357\277\275", "\303\251a", "call:f{",
         "thought\n",
     };
     static const char *lines[] = {
-        "\n \n", "\342\226\201 \342\226\201", "b c", "aa aa", "a b", "a a", "a bc", "aa a", "\342\226\201 a", "< |", "| >",
-        "\357\277\275 \357\277\275", "\303\251 a", "ab c",
+        "\n \n", "\342\226\201 \342\226\201", "b c", "aa aa", "a b", "a a", "a bc", "aa a", "\342\226\201 a", "< |",
+        "| >", "\357\277\275 \357\277\275", "\303\251 a", "ab c",
     };
     char bytes[256][8];
     TokStr tokens[320], merges[24];

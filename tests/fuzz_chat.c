@@ -1,14 +1,13 @@
 /* fuzz_chat.c - chat prompts from arbitrary messages and tools, and replies from arbitrary ids.
  *
- * The first byte chooses. 0 mod 3: the rest is the JSON of messages, a NUL, and the JSON of tools, as they come over the
- * network. 1 mod 3: the rest draws messages and tools that are valid JSON with the right names and wrong and right types.
- * 2 mod 3: the rest are ids. Every prompt that is made has a text that says the same as its ids and reads back without
- * a bad access; replies are UTF-8, never take back what they showed, and their
- * arguments are JSON objects. */
+ * The first byte selects the kind. 0 mod 3: the rest is the JSON of messages, a NUL, and the JSON of tools, as a client
+ * sends them. 1 mod 3: the rest generates messages and tools that are valid JSON with correct names and correct or
+ * wrong types. 2 mod 3: the rest are ids of a reply. Every prompt's text must equal the text of its ids; replies must
+ * be UTF-8 and never shrink, and their arguments must be JSON objects. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "fuzz.h"
 
-static Tokenizer t;                     // the small vocabulary: the same for every input
+static Tokenizer t;                     // the small vocabulary, for every input
 
 static void check_utf8(const TokText *v, size_t from) {
     uint32_t cp;
@@ -20,7 +19,7 @@ static void check_utf8(const TokText *v, size_t from) {
 }
 
 static void read_reply(const int32_t *prompt, size_t n_prompt, const int32_t *ids, size_t n) {
-    static TokReply r;                  // used again, as a server would
+    static TokReply r;                  // reused, as in a server
     tok_reply_start(&t, &r, prompt, n_prompt);
     int rc = 0;
     for (size_t i = 0; i < n && rc == 0; i++) {
@@ -48,7 +47,7 @@ static void read_reply(const int32_t *prompt, size_t n_prompt, const int32_t *id
     tok_text_free(&messages);
 }
 
-static void decode(const TokIds *ids, TokText *out) {      // markers shown
+static void decode(const TokIds *ids, TokText *out) {      // with markers
     TokStream s = { { 0 }, 0 };
     for (size_t i = 0; i <= ids->n; i++) {
         NEED(tok__room(out, t.stream_cap));
@@ -83,7 +82,8 @@ static void make_prompt(TokStr messages, TokStr tools, unsigned flags) {
     tok_text_free(&text);
 }
 
-// ---- messages drawn from bytes --------------------------------------------------------------------------------------
+// ---- messages generated from bytes
+// -----------------------------------------------------------------------------------
 
 typedef struct { const uint8_t *s; size_t n, i; } Bytes;
 
@@ -102,7 +102,8 @@ static void put_string(TokText *out, Bytes *b) {
 
 static void put_value(TokText *out, Bytes *b, int depth) {
     const char *keys[] = { "role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_responses",
-                           "tool_call_id", "name", "id", "function", "arguments", "response", "type", "text", "properties",
+                           "tool_call_id", "name", "id", "function", "arguments", "response", "type", "text",
+                           "properties",
                            "required", "nullable", "enum", "items", "description", "parameters", "k", "K" };
     const char *scalars[] = { "null", "true", "false", "0", "1.5e3", "-7", "\"\"", "\"{\\\"a\\\":1}\"", "\"user\"",
                               "\"assistant\"", "\"tool\"", "\"system\"", "\"object\"", "\"array\"", "\"string\"",
@@ -127,7 +128,7 @@ static void put_value(TokText *out, Bytes *b, int depth) {
     }
 }
 
-// {role, content and, now and then, the other fields}, mostly of the right shape.
+// {role, content and sometimes other fields}, mostly of the correct shape.
 static void put_message(TokText *out, Bytes *b) {
     const char *roles[] = { "user", "assistant", "tool", "system", "developer", "model", "assistant", "tool" };
     const unsigned role = draw(b, 8);
@@ -137,7 +138,10 @@ static void put_message(TokText *out, Bytes *b) {
     if (draw(b, 4)) put_string(out, b);
     else put_value(out, b, 3);
     if (role == 1 || role == 6) {
-        if (draw(b, 2)) put(out, ",\"reasoning\":"), put_string(out, b);
+        if (draw(b, 2)) {
+            put(out, ",\"reasoning\":");
+            put_string(out, b);
+        }
         if (draw(b, 3)) {
             put(out, ",\"tool_calls\":[{\"id\":\"i\",\"function\":{\"name\":\"f\",\"arguments\":");
             put_value(out, b, 4);
@@ -193,7 +197,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     } else if (kind == 1) {
         draw_prompt(&(Bytes){ bytes, size, 0 }, flags);
     } else {
-        // Below 0xC0 a byte is its own token; above, a token behind the byte tokens: markers, words, and no token at all.
+        // A byte below 0xC0 is its byte token; others are a token after the byte tokens: a marker, a word, or an
+        // invalid id.
         int32_t *ids = malloc((size + 1) * sizeof *ids);
         NEED(ids);
         for (size_t i = 0; i < size; i++) ids[i] = bytes[i] < 0xC0 ? bytes[i] : 256 + bytes[i] - 0xC0;

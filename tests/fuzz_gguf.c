@@ -1,14 +1,15 @@
-/* fuzz_gguf.c - gguf_parse on arbitrary bytes; then the first and last byte of all that it accepted, and the payload scan.
+/* fuzz_gguf.c - gguf_parse on arbitrary bytes; then reads the first and last byte of everything it accepted and checks
+ * all blocks.
  *
- * An input that starts with "SPLT" and a little-endian u32 n is a split model instead: n bytes of its first part, then the
- * second, which are written to files and opened. tests/seeds/gguf holds a small start for either form.
- * With clang's -fsanitize=fuzzer,address define FUZZER. Without it, main() runs the same over the files it is given. */
+ * An input that starts with "SPLT" and a little-endian u32 n is a split model instead: n bytes of its first part, then
+ * the second, which are written to files and opened. tests/seeds/gguf has a small example of each. With clang's
+ * -fsanitize=fuzzer,address define FUZZER. Without it, main() runs the target on its file arguments. */
 #define _GNU_SOURCE
 #include "fuzz.h"
 
 static volatile uint8_t sink;
 
-static void use(Gguf *g) {                             // everything that was accepted, then close
+static void use(Gguf *g) {                             // reads everything that was accepted, then closes
     int64_t v;
     for (size_t i = 0; i < g->n_kvs; i++) {
         const GgufKv *kv = &g->kvs[i];
@@ -25,13 +26,14 @@ static void use(Gguf *g) {                             // everything that was ac
         sink ^= (uint8_t)(t->name.s[t->name.n - 1] ^ t->data[0] ^ t->data[t->size - 1]);
         if (gguf_find_bad_block(t->type, t->data, n) > n) abort();
     }
-    if (gguf_get_int(g, "general.alignment", 8, 65536, &v) < 0) abort();       // what parsing accepted
+    if (gguf_get_int(g, "general.alignment", 8, 65536, &v) < 0) abort();       // parsing has accepted it
     if (gguf_get_int(g, "k", -1, 1, &v) < 0 && !g->err[0]) abort();
     gguf_close(g);
 }
 
 static void check_error(const Gguf *g) {
-    if (!g->err[0] || strpbrk(g->err, "\r\n") || strlen(g->err) + 1 >= sizeof g->err || g->n_tensors || g->n_maps) abort();
+    if (!g->err[0] || strpbrk(g->err, "\r\n") || strlen(g->err) + 1 >= sizeof g->err || g->n_tensors || g->n_maps)
+        abort();
 }
 
 static void split(const uint8_t *bytes, size_t size) {
@@ -41,7 +43,8 @@ static void split(const uint8_t *bytes, size_t size) {
     if (!made && !mkdtemp(dir)) abort();
     made = 1;
     memcpy(&n, bytes, 4);
-    bytes += 4, size -= 4;
+    bytes += 4;
+    size -= 4;
     if (n > size) n = (uint32_t)size;
     for (int i = 0; i < 2; i++) {
         snprintf(path[i], sizeof path[i], "%s/m-%05d-of-00002.gguf", dir, i + 1);
@@ -52,7 +55,7 @@ static void split(const uint8_t *bytes, size_t size) {
     if (gguf_open(&g, path[0]) < 0) check_error(&g);
     else use(&g);
     for (int i = 0; i < 2; i++) unlink(path[i]);
-    if (rmdir(dir) == 0) {                             // made anew for the next one, so that nothing stays behind
+    if (rmdir(dir) == 0) {                             // each input makes a new directory
         memcpy(dir + sizeof dir - 7, "XXXXXX", 6);
         made = 0;
     }

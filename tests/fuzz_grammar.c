@@ -1,19 +1,20 @@
-/* fuzz_grammar.c - grammars, schemas and tools as they come over the network, and what masks allow under them. The first
- * byte chooses which of them the text is, up to a 0; the bytes behind it choose tokens. A text becomes a grammar or is
- * refused with one line. A mask allows a token just when the token can be fed, the end just when the text is complete; states
- * that are kept over a settling allow the same. What is the only way to go on may follow. Looking ahead may fail and be taken
- * back. A JSON text that is complete is JSON, a call that is complete is read back as one. */
+/* fuzz_grammar.c - grammars, schemas and tools as clients send them, and the masks that they give. The first byte
+ * selects which of them the text is; the text ends at a 0, and the bytes after it select tokens. A text becomes a
+ * grammar or is refused with one line. A mask must allow exactly the tokens that grammar_advance accepts, and the end
+ * exactly if the text is complete; states that were kept while others were freed must allow the same. A forced symbol
+ * must be allowed. Looking ahead may fail; grammar_recover must work after it. A complete JSON text must be valid JSON,
+ * a complete call must be parsed as one. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "fuzz.h"
 #include "../parts/grammar.h"
 #include "../parts/schema.h"
 
-static Tokenizer t;                     // the small vocabulary: the same for every input
+static Tokenizer t;                     // the small vocabulary, for every input
 static GrammarVocab vocab;
 
 enum { WORDS = 16 };
 
-// What the ids say: JSON, or calls.
+// Checks the text of the ids: JSON, or calls.
 static void check_answer(const int32_t *ids, size_t n, bool calls) {
     TokReply r = { 0 };
     GgufJson v;
@@ -36,7 +37,7 @@ static void feed(Grammar *g, unsigned kind, const uint8_t *choices, size_t n) {
         int32_t id = -1;
         if (!grammar_mask(g, s, mask, t.n_tokens)) break;
         NEED(g->stack_sets[s].complete == (mask[t.eos / 32] >> t.eos % 32 & 1));
-        for (int32_t k = 0; k < t.n_tokens; k++) {     // the first allowed one from the byte on
+        for (int32_t k = 0; k < t.n_tokens; k++) {     // the first allowed token, starting at the byte
             const int32_t one = (choices[i] + k) % t.n_tokens;
             if (mask[one / 32] >> one % 32 & 1) {
                 id = one;
@@ -50,7 +51,7 @@ static void feed(Grammar *g, unsigned kind, const uint8_t *choices, size_t n) {
         const int only = g->failed ? -1 : grammar_forced(g, s);
         if (only >= 256) NEED(mask[g->named[only - 256] / 32] >> g->named[only - 256] % 32 & 1);
         if (only >= 0) NEED(grammar_after_forced(g, s, only) || g->failed);
-        if (g->failed && choices[i] % 2) grammar_recover(g, &s, 1);    // as if nobody had looked ahead
+        if (g->failed && choices[i] % 2) grammar_recover(g, &s, 1);    // undoes looking ahead
         if (g->failed) break;
         if (i % 8 == 7) {
             rebuild_states(g, &s, 1);

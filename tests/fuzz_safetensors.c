@@ -1,6 +1,6 @@
-/* fuzz_safetensors.c - gguf_parse_safetensors on arbitrary bytes; then the first and last byte of all that it accepted.
+/* fuzz_safetensors.c - gguf_parse_safetensors on arbitrary bytes; then reads the first and last byte of all tensors.
  *
- * With clang's -fsanitize=fuzzer,address define FUZZER. Without it, main() runs the same over the files it is given.
+ * With clang's -fsanitize=fuzzer,address define FUZZER. Without it, main() runs the target on its file arguments.
  * Seeds: tests/seeds/safetensors. */
 #define _GNU_SOURCE
 #include "fuzz.h"
@@ -24,7 +24,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.s);
         if (gguf_find_tensor(&g, name) != t) abort();
     }
-    if (sum > size) abort();                            // no byte belongs to two tensors
+    if (sum > size) abort();                            // tensors must not overlap
     gguf_close(&g);
     return 0;
 }

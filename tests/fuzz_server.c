@@ -1,6 +1,6 @@
-/* fuzz_server.c - bodies of requests as they come over the network. The first byte chooses the endpoint and what call the server
- * remembers; the rest is the body. A body becomes a prompt of ids of the vocabulary, or is refused with a status of 400 and a
- * reason of one line. Needs libmicrohttpd; without it there is nothing to fuzz. */
+/* fuzz_server.c - bodies of requests from clients. The first byte selects the endpoint and the call that the server
+ * remembers; the rest is the body. A body becomes a prompt of valid ids, or is refused with status 400 and a reason of
+ * one line. Needs libmicrohttpd; without it this target does nothing. */
 #define TESTING
 #include "../gemma4.c"
 #include "fuzz.h"
@@ -21,12 +21,13 @@ static void set_up(void) {
                     .lock = PTHREAD_MUTEX_INITIALIZER, .replays = alloc_or_die(REPLAYS, sizeof(Replay)) };
 }
 
-// A call "i" that the model wrote as `f` with the argument a, with a space or without.
+// Stores the call "i": the model called f with the argument a, written with a space or without.
 static void write_call(bool space) {
     TokIds *ids = &srv.replays[0].ids;
     ids->n = 0;
     strcpy(srv.replays[0].id, "i");
-    NEED(tok__push(&t, ids, t.call_open) == 0 && tok_encode(&t, space ? "call:f{a: 1}" : "call:f{a:1}", space ? 12 : 11, TOK_PLAIN, ids) == 0 &&
+    NEED(tok__push(&t, ids, t.call_open) == 0 && tok_encode(&t, space ? "call:f{a: 1}" : "call:f{a:1}", space ? 12 : 11,
+                                                            TOK_PLAIN, ids) == 0 &&
          tok__push(&t, ids, t.call_close) == 0);
 }
 

@@ -1,9 +1,9 @@
-/* fuzz_session.c - session_from_file on arbitrary bytes, with the caches of a model of two layers: a ring of f16, and a global
- * layer of q8_0 with f16 tails.
+/* fuzz_session.c - session_from_file on arbitrary bytes, with the caches of a model of two layers: a ring of f16, and a
+ * global layer of q8_0 with f16 tails.
  *
- * The first byte says how the rest is taken: 0, as it stands; else as the file of such a model, with its fingerprint, sizes that
- * are less seldom in range, and checksums that are right, so that what comes behind them is reached.
- * tests/seeds/session holds a file of either kind. */
+ * The first byte selects how the rest is used. 0: unchanged. Otherwise as a file of this model: with its fingerprint,
+ * with sizes that are more often in range, and with correct checksums, so that the code after these checks is reached.
+ * tests/seeds/session has a file of each kind. */
 #define TESTING
 #include "../gemma4.c"
 #include "fuzz.h"
@@ -43,7 +43,7 @@ static Model *make_caches(void) {
     return &m;
 }
 
-// A header that check_alike() lets pass, and true checksums.
+// Writes a header that check_alike() accepts, and correct checksums.
 static void make_true(uint8_t *bytes, size_t size, Model *m) {
     SessionHeader h;
     Hash hash = hash_new();
@@ -94,7 +94,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         NEED(m->len[0] <= FUZZ_CTX && s.held.n == (size_t)m->len[0] && m->s.len[0] == m->len[0] && (!s.n_snapshots || s.snapshots[0].n <= m->len[0]));
         NEED(m->n_written[0] >= m->len[0]);
         for (size_t i = 0; i < s.held.n; i++) NEED(s.held.ids[i] >= 0 && s.held.ids[i] < m->config.vocab);
-        for (size_t i = 0; i < note.pending.n; i++) NEED(note.pending.ids[i] >= 0 && note.pending.ids[i] < m->config.vocab);
+        for (size_t i = 0; i < note.pending.n; i++)
+            NEED(note.pending.ids[i] >= 0 && note.pending.ids[i] < m->config.vocab);
         session_note_free(&note);
     }
     return 0;

@@ -1,13 +1,13 @@
 /* fuzz_tokenizer.c - tokenizer.h on arbitrary bytes, as text and as vocabulary.
  *
- * Even first byte: the rest is text for a small built-in vocabulary. Every text encodes in every mode, and what comes
- * back is the text as UTF-8 repair leaves it; encoding that again changes nothing.
- * Odd first byte: the rest is a vocabulary. It is either refused with an error line or encodes without a bad access.
- * The chat has a target of its own, fuzz_chat.c. */
+ * Even first byte: the rest is text for a small built-in vocabulary. Every text can be encoded in every mode, and
+ * decoding gives the text with invalid UTF-8 replaced; encoding that text again gives the same ids. Odd first byte: the
+ * rest is a vocabulary. It is either refused with an error line, or it can encode text without a bad access.
+ * fuzz_chat.c is the target for the chat. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "fuzz.h"
 
-// Text of the ids, through the stream; checks that pieces stay in bounds.
+// Decodes the ids with the stream; checks that the pieces are in bounds.
 static char *decode(const Tokenizer *t, const TokIds *ids, bool show_special, size_t *n) {
     char *out = malloc(3 * t->stream_cap + ids->n * t->stream_cap);
     NEED(out);
@@ -23,7 +23,7 @@ static char *decode(const Tokenizer *t, const TokIds *ids, bool show_special, si
 }
 
 static void fuzz_text(const char *text, size_t n) {
-    static Tokenizer t;                                // built once: it is the same for every input
+    static Tokenizer t;                                // built once, for every input
     if (!t.n_tokens) make_built_in(&t);
     for (TokMode mode = TOK_PLAIN; mode <= TOK_SPECIAL; mode++) {
         TokIds ids = { 0 }, again = { 0 };
@@ -42,7 +42,7 @@ static void fuzz_text(const char *text, size_t n) {
     }
 }
 
-// Lines: the first half are tokens, the others merges. Numbers come from the first bytes.
+// Lines: the first half are tokens, the others merges. The first bytes give the numbers.
 static void fuzz_vocabulary(const uint8_t *bytes, size_t size) {
     TokStr line[256];
     int32_t types[256];

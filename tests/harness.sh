@@ -1,13 +1,13 @@
-# harness.sh - what shell suites share: a folder of their own, counted cases, runs that cannot hang. A suite sources it at the
-# top of the repository (`. tests/harness.sh`) and ends with `finish NAME`.
+# harness.sh - for all shell suites: a temporary folder, counted cases, runs with a time limit. A suite sources it at
+# the top of the repository (`. tests/harness.sh`) and ends with `finish NAME`.
 # Environment: GEMMA4 (./gemma4), BUILD (build), STRICT=1 (skips fail).
-# shellcheck shell=sh disable=SC2034  # suites read what stands here
+# shellcheck shell=sh disable=SC2034  # suites use these variables
 gemma4=${GEMMA4:-$PWD/gemma4} build=${BUILD:-build}
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 : >"$tmp/err"
 passed=0 failed=0 skipped=0 status=0
-limit=                                            # a hang is a failure (124), not a wait
+limit=                                            # a program that hangs fails with status 124
 timeout --foreground -k 1 1 true 2>/dev/null && limit="timeout --foreground -k 5 300"
 
 check() { # check STATUS MESSAGE: counts one case
@@ -18,7 +18,7 @@ check() { # check STATUS MESSAGE: counts one case
         echo "FAILED: $2"
     fi
 }
-ok() { # ok NAME COMMAND...: one case, passed when the command succeeds; else what the last run wrote to stderr is shown
+ok() { # ok NAME COMMAND...: one case: the command must succeed; on failure shows stderr of the last run
     this_case=$1
     shift
     "$@" && check 0 && return
@@ -29,18 +29,18 @@ skip() {
     echo "skipped: $1"
     if [ "${STRICT:-0}" = 0 ]; then skipped=$((skipped + 1)); else failed=$((failed + 1)); fi
 }
-run() { # run ARGUMENTS...: runs gemma4; leaves $status, $tmp/out and $tmp/err
+run() { # run ARGUMENTS...: runs gemma4; sets $status, writes $tmp/out and $tmp/err
     $limit "$gemma4" "$@" >"$tmp/out" 2>"$tmp/err" </dev/null
     status=$?
 }
-wait_for_server() { # wait_for_server LOG: until the server that writes LOG answers, a minute at most; leaves $url
+wait_for_server() { # wait_for_server LOG: waits until the server that writes LOG answers, at most a minute; sets $url
     for _ in $(seq 1200); do
         grep -qs '^# serving at ' "$1" && break
         sleep 0.05
     done
     url=$(sed -n 's/^# serving at //p' "$1")
 }
-drive() { # drive NAME [ARGUMENT]: tests/NAME.mjs in node asks a server on the small model, whose key is "secret"; its cases are counted
+drive() { # drive NAME [ARGUMENT]: runs tests/NAME.mjs in node against a server (key "secret"); adds its cases
     run serve models/gemma4-mini-q8_0.gguf --host 203.0.113.1 --port 0
     if grep -q 'libmicrohttpd' "$tmp/err"; then
         skip "$1: this build has no server"
@@ -60,7 +60,7 @@ drive() { # drive NAME [ARGUMENT]: tests/NAME.mjs in node asks a server on the s
     ok "the server ends as always" [ "$status" -eq 0 ]
     ok "no answer was a 5xx" [ "$(grep -c '"status":5' "$tmp/log")" -eq 0 ]
 }
-finish() { # finish NAME: the summary line; the exit status of the suite
+finish() { # finish NAME: prints the summary line; returns the suite's exit status
     echo "# $1: $passed passed, $failed failed, $skipped skipped"
     [ "$failed" -eq 0 ]
 }

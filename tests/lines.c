@@ -1,7 +1,7 @@
-/* lines.c - parts/lines.h alone: a small program that reads messages as the chat does, which takes a second to build and
- * nothing to start. make builds it with each library that edits lines and without any; test_terminal types to them.
+/* lines.c - parts/lines.h alone: a small program that reads messages as the chat does and builds in a second. make
+ * builds it with each line editing library and without one; test_terminal types to it.
  *
- *   build/lines-NAME [HISTORY]      prints each message between brackets, and the locale of numbers */
+ *   build/lines-NAME [HISTORY]      prints each message in brackets, and a number in the locale */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <signal.h>
@@ -52,7 +52,7 @@ int main(int argc, char **argv) {
             continue;
         }
         printf("got [%.*s] numbers: %s\n", (int)text.n, text.s, setlocale(LC_NUMERIC, NULL));
-        if (!text.n || !tok__append(&text, "", 1)) continue;         // a NUL after it
+        if (!text.n || !tok__append(&text, "", 1)) continue;         // appends a NUL
         remember_line(text.s);
     }
     free(text.s);

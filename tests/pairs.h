@@ -1,10 +1,10 @@
-/* pairs.h - a model and its drafter on the CPU or the GPU, as the tests of drafting take them. Behind gemma4.c. */
+/* pairs.h - opens a model and its drafter on the CPU or the GPU, for the tests of drafting. Include after gemma4.c. */
 #ifndef PAIRS_H
 #define PAIRS_H
 #include "test.h"
 #include "files.h"
 
-static bool on_gpu;                                    // where open_pair() puts them
+static bool on_gpu;                                    // where open_pair() opens them
 
 static const Ops *gpu_ops(void) {                      // NULL: none
 #ifdef USE_CUDA
@@ -32,7 +32,7 @@ static void read_back(Model *m, void *host, const void *data, size_t bytes) {
     m->ops->wait();
 }
 
-// A pair that is refused, with one line that has all these words.
+// Checks that a pair is refused with one line that has all these words.
 static void refused(const char *path, ModelOptions o, const char *const *words) {
     fflush(stdout);
     const pid_t child = fork();
@@ -47,7 +47,8 @@ static void refused(const char *path, ModelOptions o, const char *const *words) 
     char *err = text_of(in_tmp("stderr"));
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strchr(err, '\n') == err + strlen(err) - 1,
           "%s with %s: expected one line and status 1, got status %d and: %s", path, o.drafter, status, err);
-    for (; *words; words++) CHECK(strstr(err, *words), "%s with %s: expected '%s' in: %s", path, o.drafter, *words, err);
+    for (; *words; words++)
+        CHECK(strstr(err, *words), "%s with %s: expected '%s' in: %s", path, o.drafter, *words, err);
     free(err);
 }
 

@@ -1,7 +1,7 @@
-/* pty.h - a program at a terminal: a test types, and reads what is shown.
+/* pty.h - runs a program on a pseudoterminal: a test types input and reads the output.
  *
- * pty_start, then pty_send and pty_expect, then pty_end. Text is looked for behind the last match only, so cases are read
- * like a conversation. Nothing waits longer than a minute: the program is killed then. */
+ * Call pty_start, then pty_send and pty_expect, then pty_end. pty_expect searches only after the last match, so a test
+ * reads like a conversation. Nothing waits longer than a minute; then the program is killed. */
 #ifndef PTY_H
 #define PTY_H
 #include <errno.h>
@@ -20,11 +20,11 @@
 enum { PTY_IN = 1, PTY_OUT = 2, PTY_ERR = 4, PTY_ALL = 7 };
 
 typedef struct {
-    int    fd, side;           // the test's end, and the program's, which stays open here so that nothing shown is lost
+    int    fd, side;           // the test's side; the program's side, kept open so that no output is lost
     pid_t  pid;
-    size_t n, at;              // bytes shown, and those before the last match
+    size_t n, at;              // bytes of output; end of the last match
     struct termios before;
-    char   shows[1 << 18];     // a NUL behind it
+    char   shows[1 << 18];     // the output and a NUL
 } Pty;
 
 static inline double pty_seconds(void) {
@@ -33,8 +33,8 @@ static inline double pty_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Starts a program with some of its standard files on a new terminal; input is /dev/null, output goes to a file or there
-// too, if out is NULL. False: no terminal is to be had.
+// Starts a program with some of its standard files on a new terminal. Otherwise input is /dev/null, and output goes to
+// a file or, if out is NULL, to /dev/null. False: no terminal is available.
 static inline bool pty_start(Pty *p, const char *const argv[], int on_terminal, const char *out) {
     memset(p, 0, sizeof *p);
     p->fd = posix_openpt(O_RDWR | O_NOCTTY);
@@ -48,11 +48,12 @@ static inline bool pty_start(Pty *p, const char *const argv[], int on_terminal, 
     fflush(stdout);
     p->pid = fork();
     if (p->pid) return p->pid > 0;
-    const int null = open("/dev/null", O_RDONLY), file = open(out ? out : "/dev/null", O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    const int null = open("/dev/null", O_RDONLY), file = open(out ? out : "/dev/null", O_WRONLY | O_CREAT | O_TRUNC,
+                                                              0600);
     const int other[3] = { null, file, file };
     signal(SIGINT, SIG_DFL);
     setsid();
-    ioctl(p->side, TIOCSCTTY, 0);                      // Ctrl-C on this terminal is for this program
+    ioctl(p->side, TIOCSCTTY, 0);                      // so that Ctrl-C on this terminal reaches the program
     setenv("TERM", "dumb", 1);
     for (int i = 0; i < 3; i++)
         if (dup2(on_terminal >> i & 1 ? p->side : other[i], i) < 0) _exit(126);
@@ -62,7 +63,7 @@ static inline bool pty_start(Pty *p, const char *const argv[], int on_terminal, 
     _exit(127);
 }
 
-// Takes what is shown within the given time. False: the time is up.
+// Reads output for at most the given time. False: timeout.
 static inline bool pty_read(Pty *p, double wait) {
     struct pollfd ready = { .fd = p->fd, .events = POLLIN };
     if (p->n >= sizeof p->shows - 1 || poll(&ready, 1, (int)(wait * 1000)) <= 0) return false;
@@ -78,10 +79,10 @@ static inline bool pty_running(const Pty *p) {
     return waitid(P_PID, (id_t)p->pid, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == 0;
 }
 
-// The end of what is shown, for messages.
+// The last part of the output, for messages.
 static inline const char *pty_tail(const Pty *p) { return p->shows + (p->n > 600 ? p->n - 600 : 0); }
 
-// Waits until the program has shown a text behind the last match. Terminals show a line break as "\r\n".
+// Waits until the output after the last match contains a text. A line break is "\r\n" in a terminal's output.
 static inline bool pty_expect(Pty *p, const char *text) {
     for (const double end = pty_seconds() + 60; ; ) {
         const char *found = strstr(p->shows + p->at, text);
@@ -95,20 +96,21 @@ static inline bool pty_expect(Pty *p, const char *text) {
     }
 }
 
-static inline bool pty_send(Pty *p, const char *text) { return write(p->fd, text, strlen(text)) == (ssize_t)strlen(text); }
+static inline bool pty_send(Pty *p, const char *text) { return write(p->fd, text,
+                                                                     strlen(text)) == (ssize_t)strlen(text); }
 
-// Types a text in two parts; the second one when the program has taken the first.
+// Types a text in two parts; the second after the program has read the first.
 static inline bool pty_send_cut(Pty *p, const char *text, size_t at) {
     if (write(p->fd, text, at) != (ssize_t)at) return false;
     for (const double end = pty_seconds() + 60; pty_seconds() < end; pty_read(p, 0.01)) {
-        int waiting = 0;                               // the terminal's driver has no more for the program
+        int waiting = 0;                               // until the terminal driver has no more input for the program
         if (ioctl(p->side, FIONREAD, &waiting) || !waiting) return pty_send(p, text + at);
     }
     return false;
 }
 
-// Waits for the end of the program. The exit status, or 1000 + the signal that ended it. *sane: the terminal is left as it
-// was; may be NULL.
+// Waits until the program ends. Returns the exit status, or 1000 + the signal that killed it. *sane: the terminal has
+// its old settings; may be NULL.
 static inline int pty_end(Pty *p, bool *sane) {
     int status = -1;
     for (const double end = pty_seconds() + 60; waitpid(p->pid, &status, WNOHANG) == 0; ) {

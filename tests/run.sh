@@ -6,16 +6,17 @@
 # A suite is tests/test_X.c (built by make as $BUILD/test_X) or tests/test_X.sh. It prints, near its end, one line
 # "# X: N passed, N failed, N skipped". A suite that ends without this line, or with a failing exit status although
 # its line reports no failure, counts as one failure. The output of a failing suite is shown.
-# The suites of $slow start first, so that none of them is left alone at the end, and their lines come last.
+# The suites of $slow start first, so that no long suite runs alone at the end; their lines come last.
 # Environment: BUILD (build), GEMMA4 (./gemma4), STRICT=1 (skips fail), TEST_TIMEOUT (seconds for one suite, 1200),
-# LONG=1 (docs/tests.md says what it adds), JOBS (processors; 1 where there is a GPU, which tests look at the memory of).
+# LONG=1 (docs/tests.md says what it adds), JOBS (number of processors; 1 if there is a GPU, because tests check its
+# free memory).
 slow="test_kernels test_cli test_eval test_cache test_forward test_ops test_verify"
 cd "$(dirname "$0")/.." || exit 1
 BUILD=${BUILD:-build}
 GEMMA4=${GEMMA4:-$PWD/gemma4}
 export BUILD GEMMA4
 
-if [ "$1" = -one ]; then                          # -one NAME: one suite; its lines go to log/NAME.line, its name to stdout
+if [ "$1" = -one ]; then                          # -one NAME: runs one suite; its lines go to log/NAME.line, its name to stdout
     name=$2
     log=$BUILD/log/$name.txt
     limit=                                        # --foreground: Ctrl-C reaches the test too
@@ -50,7 +51,7 @@ if [ "$1" = -one ]; then                          # -one NAME: one suite; its li
         fi
     } >"$log.part"
     echo "$p $f $s" >"${log%.txt}.counts"
-    mv "$log.part" "${log%.txt}.line"             # last: that it is there says that the suite has ended
+    mv "$log.part" "${log%.txt}.line"             # written last: the file exists when the suite has ended
     echo "$name"
     exit 0
 fi

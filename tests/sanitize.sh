@@ -1,19 +1,19 @@
 #!/bin/sh
-# compute-sanitizer over the tests that run on a GPU: each test program (of test_ops and test_sampling each part) in a process of
-# its own, JOBS at a time, under each tool:
+# Runs the GPU tests under compute-sanitizer: each test program (of test_ops and test_sampling each part) in a separate
+# process, JOBS at a time, with each tool:
 #   memcheck    everything
-#   racecheck   without what cuBLAS multiplies (on sm_90 the tool cannot run it) and without copy_words, which shares nothing
-#   initcheck   without cuBLAS (on sm_90 the tool does not see what it writes)
+#   racecheck   without the products of cuBLAS (on sm_90 the tool cannot run them) and without copy_words, which uses no shared memory
+#   initcheck   without cuBLAS (on sm_90 the tool does not see its writes)
 # Needs a GPU, compute-sanitizer (it comes with the CUDA toolkit) and the tests as `make sanitize` builds them, with
 # ARRIVING_LANES=32 (gemma4_kernels.cu [5])
 #   tests/sanitize.sh [TOOL ...]
-# Environment: BUILD (build), JOBS (processors, 16 at most), LOGS (a new folder: one log per process), LIMIT (1200 seconds for a
-# process). All GPUs are used, or those in CUDA_VISIBLE_DEVICES.
+# Environment: BUILD (build), JOBS (processors, 16 at most), LOGS (a new folder: one log per process), LIMIT (1200
+# seconds for a process). All GPUs are used, or those in CUDA_VISIBLE_DEVICES.
 cd "$(dirname "$0")/.." || exit 1
 export BUILD="${BUILD:-build}" LOGS="${LOGS:-$(mktemp -d)}" LIMIT="${LIMIT:-1200}"
 jobs=${JOBS:-$(nproc | awk '{ print ($1 > 16) ? 16 : $1 }')}
 
-if [ "$1" = -one ]; then                # -one TOOL PROGRAM ARGUMENTS...: one process
+if [ "$1" = -one ]; then                # -one TOOL PROGRAM ARGUMENTS...: runs one process
     tool=$2
     shift 2
     log=$LOGS/$(echo "$tool $*" | sed "s#$BUILD/##" | tr -c 'a-zA-Z0-9\n' _).log

@@ -1,4 +1,4 @@
-/* test.h - the few lines that every test program shares.
+/* test.h - macros for all test programs.
  *
  * CHECK(cond, fmt, ...) counts one case; a failure prints file, line and the message (op, case, index, got, want,
  * tolerance). SKIP(why) counts one skipped case; STRICT=1 in the environment turns skips into failures.
@@ -13,7 +13,7 @@
 
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
-#define SANITIZED 1           // under AddressSanitizer, where all takes far longer
+#define SANITIZED 1           // under AddressSanitizer, which is much slower
 #endif
 #elif defined(__SANITIZE_ADDRESS__)
 #define SANITIZED 1
@@ -29,7 +29,7 @@ static inline int test_check(int ok, const char *file, int line, const char *fmt
         test_passed++;
         return 1;
     }
-    if (++test_failed <= 50) {               // enough to see the pattern; the count goes on
+    if (++test_failed <= 50) {               // further failures are only counted
         va_list ap;
         va_start(ap, fmt);
         printf("%s:%d: ", file, line);

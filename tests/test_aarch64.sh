@@ -1,14 +1,15 @@
 #!/bin/sh
-# The CPU's program built for aarch64, with and without its dot product instructions, and run in qemu: it tells the stories of
-# gemma4 to the last bit of the logits, and quantises to the same bytes. Only with LONG=1.
-# Environment: LONG=1, GEMMA4 (./gemma4), ARM_CC (aarch64-linux-gnu-gcc), STRICT=1 (skips fail, but for that without LONG=1).
+# Builds the CPU program for aarch64, with and without its dot product instructions, and runs it in qemu: it must write
+# the same stories as gemma4, with the same bits in the logits, and quantise to the same bytes. Only with LONG=1.
+# Environment: LONG=1, GEMMA4 (./gemma4), ARM_CC (aarch64-linux-gnu-gcc), STRICT=1 (skips fail, except the one without
+# LONG=1).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 export CUDA_VISIBLE_DEVICES=
 native=$gemma4 arm_cc=${ARM_CC:-aarch64-linux-gnu-gcc}
 qemu=$(command -v qemu-aarch64 || command -v qemu-aarch64-static)
 
-stories() { # stories FOLDER: of $gemma4, with its quantised file and the line of its last logits
+stories() { # stories FOLDER: stories of $gemma4, its quantised file and the hashes of its last logits
     mkdir "$1"
     run quantize models/gemma4-mini-q8_0.gguf "$1/gemma4-mini-q4_k_m.gguf" q4_k_m
     ok "$1: quantises" [ "$status" -eq 0 ]

@@ -1,6 +1,6 @@
 #!/bin/sh
-# tools/amalgamate.sh: each file once, a missing one is an error; and the engine made one file: its compiler has nothing to warn
-# of, and it tells the story of gemma4, to the last bit of its logits.
+# tools/amalgamate.sh: each file is included once, a missing file is an error. The engine as one file compiles without
+# warnings and writes the same story as gemma4, with the same bits in the logits.
 # Environment: GEMMA4 (./gemma4), BUILD (build), CC (cc).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh

@@ -1,12 +1,12 @@
 #!/bin/sh
-# The command line from end to end on the small model: text, flags, the verbs, errors, signals, a full disk.
+# Tests of the command line, end to end on the small model: text, flags, the commands, errors, signals, a full disk.
 # Environment: GEMMA4 (the binary, ./gemma4), BUILD (the folder of make_vocab, build), STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
 model=models/gemma4-mini-q8_0.gguf
 vocab=4096
 . tests/harness.sh
 
-story() { # story FILE ARGUMENTS...: runs the model on one prompt and keeps its text as $tmp/FILE
+story() { # story FILE ARGUMENTS...: runs the model on one prompt; its text goes to $tmp/FILE
     file=$1
     shift
     run "$model" -p "Tell me a story about a fox." "$@"
@@ -19,17 +19,17 @@ lines() { [ "$(grep -c '' "$tmp/$1")" -eq "$2" ]; }
 size() { [ -f "$1" ] && [ "$(wc -c <"$1")" -eq "$2" ]; }
 has() { grep -qF -e "$2" "$tmp/$1"; }
 none() { ! grep -qE -e "$2" "$tmp/$1"; }
-starts() { # starts LONG SHORT: the text of SHORT, less a final newline, begins that of LONG
+starts() { # starts LONG SHORT: the text of LONG starts with that of SHORT, without its final newline
     case $(cat "$tmp/$1") in "$(cat "$tmp/$2")"*) return 0 ;; esac
     return 1
 }
-first_line() { # the first line on stderr is all of it; it is left in $line
+first_line() { # stderr must be one line; sets $line to it
     line='' more=''
     { IFS= read -r line && ! IFS= read -r more && [ -z "$more" ]; } <"$tmp/err"
 }
 line_begins() { case $line in "$1"*) ;; *) return 1 ;; esac; }
 line_has() { case $line in *"$1"*) ;; *) return 1 ;; esac; }
-error() { # error WORD ARGUMENTS...: must end with one error line that holds WORD, exit status 1 and no text
+error() { # error WORD ARGUMENTS...: must fail with status 1, one error line that contains WORD, and no text
     word=$1
     shift
     run "$@"
@@ -99,7 +99,7 @@ mkdir "$tmp/dump"
 story dump --temp 0 -n 2 --dump "$tmp/dump"
 ok "--dump writes files" [ -n "$(ls "$tmp/dump" 2>/dev/null)" ]
 i=0
-while [ $i -lt 130 ]; do printf 'The fox ran home. '; i=$((i + 1)); done >"$tmp/long.txt"     # more than one chunk of a prompt
+while [ $i -lt 130 ]; do printf 'The fox ran home. '; i=$((i + 1)); done >"$tmp/long.txt"     # longer than one chunk
 run "$model" -f "$tmp/long.txt" --temp 0 -n 1 --dump "$tmp/dump"
 ls -l "$tmp/dump" | awk '{ print $5, $9 }' >"$tmp/sizes1"
 run "$model" -f "$tmp/long.txt" --temp 0 -n 1 --dump "$tmp/dump"
@@ -203,8 +203,8 @@ for flag in --think "--system x" "--tools $tmp/tools.json" "--template large"; d
     error "${flag%% *}" "$model" -p hi --raw $flag
 done
 
-# ---- answers of a given form ---------------------------------------------------------
-form() { # form TEXT ARGUMENTS...: the answer has to be this text, whatever the model would say
+# ---- constrained answers --------------------------------------------------------------
+form() { # form TEXT ARGUMENTS...: with this grammar or schema the answer must be this text
     printf '%s' "$1" >"$tmp/want"
     shift
     run "$model" -p "Tell me a story." --seed 1 "$@"
@@ -218,7 +218,7 @@ form "yes, it is" --grammar-file "$tmp/form.gbnf" --spec ngram
 form '"a red fox"' -j '{"enum":["a red fox"]}'
 form '{"fox":[1,true,"red"]}' --json-schema-file "$tmp/form.json" --raw
 form '"P' -j '{"enum":["Paris"]}' -r ar
-form '5' -j '{"const":5}' --tools "$tmp/tools.json" -l 48-100                             # <|tool_call> is not wanted
+form '5' -j '{"const":5}' --tools "$tmp/tools.json" -l 48-100                             # without <|tool_call>
 run "$model" -p "What is 22 minus 2?" --think --show-thoughts --think-budget 8 --temp 0 -j '{"enum":["a red fox"]}'
 ok "a thought stands before the answer" has err "# thought:"
 ok "of which it is no part" grep -qx '"a red fox"' "$tmp/out"
@@ -226,7 +226,7 @@ run "$model" -p "Tell me a story." --tools "$tmp/tools.json" --tool-choice requi
 ok "--tool-choice required: a call, unless it is cut" grep -qE '^\{"name":"get_weather","arguments":\{' "$tmp/out"
 printf '[{"type":"function","function":{"name":"f"}},{"type":"function","function":{"name":"g","parameters":{"type":"object",
 "properties":{"x":{"const":5}},"required":["x"]}}}]' >"$tmp/two.json"
-run "$model" -p "Tell me a story." --tools "$tmp/two.json" --tool-choice g -n 14              # it may call several times
+run "$model" -p "Tell me a story." --tools "$tmp/two.json" --tool-choice g -n 14              # several calls are allowed
 ok "--tool-choice NAME: this one is called" grep -qx '{"name":"g","arguments":{"x":5}}' "$tmp/out"
 ok "--tool-choice NAME: and no other" none out '"name":"f"'
 error "expected either --grammar or --json-schema" "$model" -p hi -j '{}' --grammar 'root ::= "a"'
@@ -246,7 +246,7 @@ sed 's/"type":"string"/"not":{}/' "$tmp/tools.json" >"$tmp/not.json"
 error "tools[0].parameters: #/properties/city/not: " "$model" -p hi --tools "$tmp/not.json" --tool-choice required
 
 # ---- tokenize, detokenize ------------------------------------------------------------
-tokens() { # tokens FILE IDS ARGUMENTS...: tokenize must print these ids, and detokenize their text
+tokens() { # tokens FILE IDS ARGUMENTS...: tokenize must print these ids, and detokenize the text
     file=$1 want=$2
     shift 2
     run tokenize "$file" "$@"
@@ -276,7 +276,7 @@ tokens "$model" "" -p ""
 printf 'tabs\tand  spaces \303\251 \377 <turn|>\n' >"$tmp/odd.txt"
 printf 'tabs\tand  spaces \303\251 \357\277\275 <turn|>\n' >"$tmp/repaired.txt"
 for mode in "" --plain --special; do
-    # shellcheck disable=SC2086  # no mode is no word
+    # shellcheck disable=SC2086  # an empty mode is no argument
     run tokenize "$model" -f "$tmp/odd.txt" $mode
     ok "tokenize -f $mode: exits 0" [ "$status" -eq 0 ]
     run detokenize "$model" --ids "$(cat "$tmp/out")"
@@ -311,7 +311,7 @@ for word in logits tokenize detokenize quantize plan model prompt sampling "stru
     output niah serve bench; do
     ok "--help names $word" grep -qE -e "(^|[^a-z-])$word([^a-z-]|\$)" "$tmp/out"
 done
-# Every flag, under each of its names, with a value that works and one that does not. A flag that is missing here fails.
+# Every flag, with each of its names, with a valid and an invalid value. A flag that is missing here fails the test.
 sed -nE 's/^  (--?[a-z-]+(, --?[a-z-]+)*).*/\1/p' "$tmp/out" | tr -d , >"$tmp/flags"
 ok "--help: at least 35 flags" [ "$(grep -c '' "$tmp/flags")" -ge 35 ]
 awk '/^  -/ { if (line) print line; line = "" } /^  +[^ ]/ { line = line $0 } END { print line }' "$tmp/out" | grep '^  -' |
@@ -324,7 +324,7 @@ while read -r names; do
     for flag in $names; do
         verb='' plain="-p hi -n 2 --temp 0" good='' bad='' file=$model
         case "$names " in
-        "-md "* | "--draft-min-p "* | "--tree "* | "--lazy-draft "* | "--spec-force "*)      # with a model that has a drafter
+        "-md "* | "--draft-min-p "* | "--tree "* | "--lazy-draft "* | "--spec-force "*)      # need a drafter
             file=models/gemma4-mini-q8_0.gguf plain="$plain -md $drafter" ;;
         esac
         case "$names " in
@@ -334,7 +334,7 @@ while read -r names; do
         "--lazy-draft "*) ;;
         "--spec-force "*) verb=bench good=0.7,0.5 bad=2 plain="-r 1 -p 0 -n 2 -md $drafter" ;;
         "-p --n-prompt " | "-n --n-gen " | "-d --n-depth " | "-r --repetitions " | "--rows " | "--fill " | \
-        "--pflash-density ") continue ;;                                                               # under bench, below
+        "--pflash-density ") continue ;;                                                               # of bench, below
         "--chunks ") verb=ppl plain="-f $tmp/long.txt -c 64" good=2 bad=-1 ;;
         "--ppl-stride ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good=16 bad=64 ;;
         "--kld-base " | "--kld ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good="$tmp/base" bad=/nowhere/x ;;
@@ -380,7 +380,7 @@ while read -r names; do
         "--kv-layout "*) good=untied bad=both ;;
         "--against "*) verb=check plain='' good=reference bad=metal ;;
         "--vram "*) good=4 bad=0.001 ;;
-        "--card "*) continue ;;                           # in test_device
+        "--card "*) continue ;;                           # test_device tests it
         "--top-logits "*) good=2 bad=-1 ;;
         "-o "*) verb=logits plain="--ids $tmp/bos.i32" good="$tmp/bos.f32" bad=/nowhere/x ;;
         "--dump "*) good="$tmp/dump" bad=/nowhere/x ;;
@@ -389,7 +389,7 @@ while read -r names; do
         "--check-tensors "* | "--think "* | "--raw "* | "--greedy "* | "--ignore-eos "* | "--context-shift "* | "--show-thoughts "*) ;;
         "-h "* | "--version "*) ;;
         "--host "* | "--port "* | "-np "* | "--chunk "* | "--api-key "* | "--api-key-file "* | "--alias "* | "--queue "* | \
-        "--timeout "* | "--max-body "* | "--cache-ram "* | "--session-dir "* | "--session-disk "* | "--log-text "*) continue ;;                  # in test_server.sh
+        "--timeout "* | "--max-body "* | "--cache-ram "* | "--session-dir "* | "--session-disk "* | "--log-text "*) continue ;;                  # test_server.sh tests them
         *) bad="no case for $flag in test_cli.sh" plain=--missing ;;
         esac
         [ "${names%% *}" != -m ] || file=
@@ -510,7 +510,7 @@ ok "--top-logits: greedy chooses the first" [ "$(sed -nE 's/^# position [0-9]+, 
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 16777216
 ok "--top-logits: no more than the vocabulary" [ "$(grep '^# position ' "$tmp/err" | grep -o '", \| -*[0-9.]* [0-9.e-]*,' | wc -l)" -ge 4000 ]
 
-# What greedy says first and second: ids for biases.
+# The first and second greedy token: ids for biases.
 first=$(sed -nE 's/^# position [0-9]+, chosen ([0-9]+):.*/\1/p' "$tmp/top" | sed -n 1p)
 second=$(sed -nE 's/^# position [0-9]+, chosen [0-9]+: [0-9]+ "([^"\\]|\\.)*" [^ ]* [^ ]*, ([0-9]+) .*/\2/p' "$tmp/top" | sed -n 1p)
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 1 --logit-bias "$first-inf"
@@ -520,7 +520,7 @@ ok "--logit-bias: those of one id add up" has err "chosen $first: $first "
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 3 --top-logits 1 --logit-bias 700+1000
 ok "--logit-bias ID+VALUE: that token and no other" [ "$(grep -c 'chosen 700:' "$tmp/err")" -eq 3 ]
 
-# The greedy story begins "Once upon a time"; a stop string ends it anywhere, within a token or across two.
+# The greedy story begins "Once upon a time"; a stop string may end inside a token or span two.
 word=$(cut -c 10-20 "$tmp/greedy" | head -n 1)
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "$word"
 printf '%s' "$(head -c 9 "$tmp/greedy")" >"$tmp/want"
@@ -644,7 +644,7 @@ run "$model" -p hi --compress 0.5 --session "$tmp/none"
 ok "--compress: not with --session" has err "--compress cannot be used with --session"
 run "$model" -p hi --scorer "$model"
 ok "--scorer: needs --compress" has err "try --compress 0.2"
-for size in 512 4096; do                          # another number of words; as many, but others
+for size in 512 4096; do                          # another size, and other words of the same size
     "$build/make_gguf" --preset micro-e --quant q8_0 --vocab $size --out "$tmp/words.gguf" >/dev/null 2>"$tmp/err"
     for verb in "" niah; do
         run $verb "$model" -p 512 --compress 0.5 --scorer "$tmp/words.gguf"
@@ -676,7 +676,7 @@ ok "ppl: csv: of equal width" [ "$(awk -F, '{ print NF }' "$tmp/out" | sort -u |
 ok "ppl: csv: names" grep -q ',ppl,ppl_error,base_ppl,.*,kld_mean,kld_error,kld_median,kld_99,kld_99_9,kld_max,same_top,' "$tmp/out"
 run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base" -ctk f32
 ok "ppl: md: the divergence" grep -qE '^\| [0-9.e-]+ ± [0-9.e-]+ \|.* %% \||^\| [0-9.e-]+ ± .* % \|' "$tmp/out"
-wrong() { # wrong WORD FLAGS...: as error(), of ppl on that text
+wrong() { # wrong WORD FLAGS...: like error(), for ppl on that text
     word=$1
     shift
     error "$word" ppl "$model" -f "$tmp/long.txt" "$@"
@@ -706,7 +706,7 @@ run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base"
 ok "ppl: a full disk: the old file stands" [ "$status" -eq 0 ]
 
 # ---- where the prompt comes from -----------------------------------------------------
-fed() { # fed INPUT ARGUMENTS...: runs gemma4 with this standard input
+fed() { # fed INPUT ARGUMENTS...: runs gemma4 with INPUT as standard input
     printf '%b' "$1" >"$tmp/in"
     shift
     $limit "$gemma4" "$@" >"$tmp/out" 2>"$tmp/err" <"$tmp/in"
@@ -799,10 +799,10 @@ ok "chat: /exit ends it" size out 0
 run "$mini" -i -p "Tell me a story about a fox." --temp 0 -n 60
 ok "chat: -p is said first" starts out greedy
 
-# Rings move on; before an answer that the next prompt will not hold they are kept. The last logits are those of a session
-# that is given the whole conversation at once, bit for bit.
+# A ring overwrites old rows, so it is saved before an answer that the next prompt will not contain. The last logits
+# must equal, bit for bit, those of a session that gets the whole conversation at once.
 story_of="Tell me a story about a"
-resumed() { # resumed FLAGS...: runs $tmp/talk as a chat, then its conversation in a fresh one, and compares the last logits
+resumed() { # resumed FLAGS...: runs $tmp/talk as a chat, then the conversation in a new one; compares the last logits
     fed "$talk/save long.json\n/stats\n" "$mini" -i --temp 0 "$@"
     grep -o 'last logits.*' err >last
     grep -o '; [0-9]* were cached' err >reused
@@ -823,16 +823,16 @@ resumed -n 300 --template large
 ok "chat: /retry past the window" same last again
 
 # ---- sessions in files ---------------------------------------------------------------
-# Runs that go on from a file, each from what the one before left there, say what one run says, and end with its logits. The
-# talk is longer than the window; the seed is in the file.
+# Several runs, each resuming the session file of the run before, must write the same text as one run and end with the
+# same logits. The conversation is longer than the window; the seed is in the file.
 printf '%s\n' "$story_of fox." "What is 22 minus 2?" "$story_of owl." "What is the capital of Austria?" >lines
-in_runs() { # in_runs HOW FLAGS...: each of the lines in a run of its own: HOW -i, in a chat; -p, as its prompt
+in_runs() { # in_runs HOW FLAGS...: each line in a separate run; HOW -i: in a chat; -p: as the prompt
     how=$1 seed="-s 5"
     shift
     rm -f s
     : >parts
     while IFS= read -r line; do
-        # shellcheck disable=SC2086  # two words, or none
+        # shellcheck disable=SC2086  # two arguments, or none
         if [ "$how" = -i ]; then
             printf '%s\n' "$line" | $limit "$gemma4" "$@" -i -v --session s $seed >out 2>err
         else
@@ -898,7 +898,7 @@ head -c 5000 s3 >cut && error "truncated" "$mini" -p hi --session cut
 [ -c /dev/full ] && error "expected a regular file, got a device" "$mini" -p hi --session /dev/full
 mkdir shut && chmod 555 shut
 folder=shut
-touch shut/x 2>/dev/null && folder=/proc           # root writes everywhere but there
+touch shut/x 2>/dev/null && folder=/proc           # root can write everywhere except there
 run "$mini" -p hi -n 4 --session $folder/s
 ok "--session: a folder that cannot be written to: exit status 1" [ "$status" -eq 1 ]
 ok "--session: a folder that cannot be written to: is named" grep -q "^gemma4: error: --session: $folder/s: " err

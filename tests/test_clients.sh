@@ -1,6 +1,6 @@
 #!/bin/sh
-# The official npm clients of OpenAI and Anthropic drive the server on the small model (tests/clients.mjs). Nothing is downloaded
-# here: they have to be in build/clients, where .ci/run puts them.
+# The official npm clients of OpenAI and Anthropic drive the server on the small model (tests/clients.mjs). Nothing is
+# downloaded: the clients must be in build/clients, where .ci/run puts them.
 # Environment: GEMMA4 (the binary, ./gemma4), STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh

@@ -4,8 +4,8 @@
  *   test_dflash           on the CPU, and on the GPU where there is one
  *   test_dflash -few      on the GPU, little: for the emulated one
  *
- * Run from the top of the repository: the trained models lie there. Environment: BUILD (build: where make put make_gguf),
- * TMPDIR (/tmp). */
+ * Run from the top of the repository: the trained models lie there.
+ * Environment: BUILD (build: where make put make_gguf), TMPDIR (/tmp). */
 #define _GNU_SOURCE
 #define TESTING
 #include "../gemma4.c"

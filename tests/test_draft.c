@@ -5,7 +5,8 @@
  *
  * The reference chains are in tests/golden (README there); their models are made by make_gguf. A chain is compared whole: with
  * as many candidates as there are tokens, a drafter gives away all its logits. Run from the top of the repository: the trained
- * models lie there. Environment: BUILD (build: where make put make_gguf and make_hf), TMPDIR (/tmp). */
+ * models lie there.
+ * Environment: BUILD (build: where make put make_gguf and make_hf), TMPDIR (/tmp). */
 #define _GNU_SOURCE
 #define TESTING
 #include "../gemma4.c"

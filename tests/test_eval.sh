@@ -1,6 +1,6 @@
 #!/bin/sh
-# The small models answer held-out questions: the short form of tests/eval_mini.sh for both of them. What a type of the cache
-# costs them stays in its bounds: the short form of tests/coherence.sh; LONG=1: of every type.
+# The small models answer held-out questions: the short form of tests/eval_mini.sh for both of them. The quality of each
+# cache type stays within its limits: the short form of tests/coherence.sh; with LONG=1 for every type.
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 measure() { # measure MODEL PERCENT
@@ -29,7 +29,7 @@ row() { # row MODEL TYPES [-- FLAGS]: one case
 }
 every="f16 bf16 q8_0 q4_0 tq4 tq3"
 if [ "${LONG:-0}" = 0 ]; then
-    row gemma4-mini-e-q8_0 tq3                     # f16 is what the questions above ran with
+    row gemma4-mini-e-q8_0 tq3                     # the questions above used f16
 else
     row gemma4-mini-q8_0 "$every"
     row gemma4-mini-e-q8_0 "$every"

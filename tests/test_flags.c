@@ -7,8 +7,9 @@
  * Each run of the program ends with status 0 and no error, or with status 1 and one line of error; never by a signal. A
  * server answers requests and gets SIGTERM. Every run has the same files, and what it writes is removed after it.
  *
- * Run from the top of the repository. Environment: GEMMA4 (./gemma4), RUNS (at a time, 2), TMPDIR (/tmp), SHOW=1
- * (print every command and how it ended). A GPU is hidden, except with LONG=1: to start it takes longer than a run. */
+ * Run from the top of the repository.
+ * Environment: GEMMA4 (./gemma4), RUNS (at a time, 2), TMPDIR (/tmp), SHOW=1 (print every command and how it ended). A
+ * GPU is hidden, except with LONG=1: to start it takes longer than a run. */
 static int main_of_gemma4(int argc, char **argv);      // never called: what only it needs is not compiled
 #define main main_of_gemma4
 #include "../gemma4.c"

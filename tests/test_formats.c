@@ -1,7 +1,8 @@
 /* test_formats.c - every block format through a whole model: logits of a file whose matrices have the format against those of
  * a file that holds the same values as F32. Both run the same steps; only the int8 activations of the first differ.
  *
- * Run from the top of the repository. Environment: BUILD, CC, TMPDIR (see files.h). */
+ * Run from the top of the repository.
+ * Environment: BUILD, CC, TMPDIR (see files.h). */
 #define _GNU_SOURCE
 #define TESTING
 #include "../gemma4.c"

@@ -1,9 +1,10 @@
 #!/bin/sh
-# The kernels of gemma4_kernels.cu without a GPU: compiled by g++ and carried out by tests/cuda_on_cpu, whose cuda_runtime.h says
-# what that proves and what it does not. First the emulator itself, with planted faults; what is planned on each card; then each
-# operation and whole models against the CPU backend, as an H100 and as an RTX 3090; the sampler, the layout of weights, text with
-# guesses and drafts. LONG=1: all cases of operations, all cards of parts/cards.h, every talk whose steps run ahead of the host,
-# several sessions in one draft. On a machine with a GPU the same programs run on it, whole.
+# The kernels of gemma4_kernels.cu without a GPU: g++ compiles them and tests/cuda_on_cpu executes them; its
+# cuda_runtime.h says what that proves and what it does not. First tests of the emulator itself, with deliberate faults;
+# the plans for each card; then each operation and whole models against the CPU backend, as an H100 and as an RTX 3090;
+# the sampler, the layout of weights, speculative decoding. LONG=1: all cases of operations, all cards of parts/cards.h,
+# every conversation whose steps run ahead of the host, drafts for several sessions at once. On a machine with a GPU the
+# same programs run all cases on it.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
@@ -15,7 +16,7 @@ finish() {
     exit
 }
 
-one() { # one PROGRAM ARGUMENTS...: adds its counts; one that ends without them has failed
+one() { # one PROGRAM ARGUMENTS...: adds its counts; without a summary line it has failed
     what=$*
     program=$build/$1
     shift
@@ -53,7 +54,7 @@ for card in h100 rtx3090 $others; do
     one test_cuda -few card=$card tiny-moe-q4_k_m mini
 done
 one test_sampling -cuda seen position card=rtx3090
-[ -z "$long" ] || one test_cuda -few micro-dense-f16     # test_draft compares a dense target as well
+[ -z "$long" ] || one test_cuda -few micro-dense-f16     # test_draft too has a dense target
 one test_layout
 [ -z "$long" ] || one test_ahead -cuda card=rtx3090
 one test_verify -few card=rtx3090

@@ -1,6 +1,6 @@
 #!/bin/sh
-# make_gguf writes the files that golden/SHA256 lists, byte for byte, and refuses bad arguments and a full disk.
-# A name in that list says how the file is made: PRESET-QUANT[-KIND][-split].gguf; micro-* files with
+# make_gguf writes exactly the files that golden/SHA256 lists, and fails with bad arguments or a full disk.
+# A name in that list gives the arguments: PRESET-QUANT[-KIND][-split].gguf; micro-* files with
 # --seed 11 --separate-pools (the reference results belong to these), tiny-* files with the default seed.
 # Environment: BUILD (build: where make put make_gguf), CC (used if it is not there), STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
@@ -24,7 +24,7 @@ while read -r want file; do
     check $? "$file: SHA-256 expected $want, got ${got%% *}"
 done <tests/golden/SHA256
 
-# ---- what it printed is what the disk holds
+# ---- the printed sizes are those of the files
 if command -v sha256sum >/dev/null 2>&1; then
     list=$PWD/tests/golden/SHA256
     (cd "$tmp" && sha256sum -c --quiet "$list")
@@ -62,7 +62,7 @@ refuse "has no experts" --preset micro-e --quant f16 --out "$x" --split-experts
 refuse "has no experts" --preset micro-moe --quant f16 --kind mtp --out "$x" --split-experts
 refuse "cannot create" --preset micro-e --quant f16 --out "$tmp/no/such/folder/x.gguf"
 
-# ---- a write that fails: the partial file goes (a file size limit stands in for a full disk)
+# ---- a write that fails: the partial file is removed (a file size limit simulates a full disk)
 if (trap '' XFSZ && ulimit -f 100) 2>/dev/null; then
     (trap '' XFSZ && ulimit -f 100 && exec "$make_gguf" --preset micro-e --quant f16 --out "$x") 2>"$tmp/stderr"
     [ $? -eq 1 ] && [ ! -e "$x" ] && grep -q "the partial file was removed" "$tmp/stderr"

@@ -1,6 +1,7 @@
 #!/bin/sh
-# gemma4 quantize from end to end, and Hugging Face folders as models: bytes, round trips, errors, a killed process, a full
-# disk. Environment: BUILD (build: make_gguf and make_hf), GEMMA4 (./gemma4), STRICT=1 (skips fail).
+# Tests of gemma4 quantize, end to end, and of Hugging Face folders as models: bytes, round trips, errors, a killed
+# process, a full disk.
+# Environment: BUILD (build: make_gguf and make_hf), GEMMA4 (./gemma4), STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 make_gguf=$build/make_gguf make_hf=$build/make_hf
@@ -19,7 +20,7 @@ source_file() { # source_file NAME: makes $tmp/NAME.gguf; PRESET-QUANT[-KIND], w
     "$make_gguf" --preset "${base%-*}" --quant "${base##*-}" --kind "$what" --seed "$seed" "$@" \
         --out "$tmp/$stem.gguf" || exit 1
 }
-refuse() { # refuse WORD ARGUMENTS...: must end with one error line that holds WORD, exit status 1, and leave no new file
+refuse() { # refuse WORD ARGUMENTS...: must fail with status 1 and one error line that contains WORD, and leave no new file
     word=$1
     shift
     ls -a "$tmp" >"$tmp.before"
@@ -110,7 +111,7 @@ for kind in micro-dense-f32-mtp micro-e-f32-mtp; do
 done
 
 # ---- damaged folders
-folder() { # folder: a fresh copy of one to damage
+folder() { # folder: makes a new copy to damage
     rm -rf "$tmp/bad"
     cp -r "$tmp/micro-e-f32" "$tmp/bad"
 }
@@ -160,7 +161,7 @@ done
 for name in config.json tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja; do
     folder
     rm -f "$tmp/bad/$name"
-    mkfifo "$tmp/bad/$name"                       # which would make a reader wait for a writer
+    mkfifo "$tmp/bad/$name"                       # a reader of a FIFO would wait for a writer
     refuse "$name: expected a regular file" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 done
 edit tokenizer.json 's/"vocab"/"words"/'
@@ -204,10 +205,10 @@ refuse "too large for F16" quantize "$tmp/nan.gguf" "$tmp/x.gguf" f16
 refuse "too large for Q8_0" quantize "$tmp/nan.gguf" "$tmp/x.gguf" q8_0
 rm "$tmp/nan.gguf"
 
-# ---- a full disk, kill -9, Ctrl-C, a model that gets shorter: what stood there stays --
+# ---- a full disk, kill -9, Ctrl-C, a model that is truncated: the old file is kept ---
 echo "what stood there" >"$tmp/stay.txt"
 cp "$tmp/stay.txt" "$tmp/stay.gguf"
-if (ulimit -f 100) 2>/dev/null; then              # a limit of the file size stands in for a full disk
+if (ulimit -f 100) 2>/dev/null; then              # a file size limit simulates a full disk
     (ulimit -f 100 && exec "$gemma4" quantize "$tmp/micro-e-f32.gguf" "$tmp/stay.gguf" f16) >"$tmp/out" 2>"$tmp/err"
     status=$?
     ok "full disk: exit status 1" [ "$status" -eq 1 ]
@@ -218,12 +219,12 @@ else
     skip "this shell cannot limit the file size: no failing write"
 fi
 source_file tiny-moe-f32
-# A model of true size whose weights are holes in the file, so that a run takes long enough on every machine.
+# A model of real size whose weights are holes in the file, so that a run takes long enough on every machine.
 long=$tmp/long.gguf
 "$make_gguf" --preset e2b --quant f32 --sparse --out "$long" || exit 1
 holes=$(du -k "$long" | awk '{ print ($1 < 200000) }')
 [ "$holes" = 1 ] || rm -f "$long"
-in_the_middle() { # in_the_middle COMMAND...: starts a run on $long, runs the command with its pid when its file has begun
+in_the_middle() { # in_the_middle COMMAND...: starts a run on $long; when its file exists, runs the command with the pid
     env --default-signal=INT "$gemma4" quantize "$long" "$tmp/stay.gguf" q6_k -t 1 >"$tmp/out" 2>"$tmp/err" &
     pid=$!
     while [ -z "$(ls "$tmp" | grep 'stay.gguf.*tmp')" ] && kill -0 $pid 2>/dev/null; do sleep 0.01; done
@@ -243,7 +244,7 @@ elif env --default-signal=INT true 2>/dev/null; then      # a shell starts backg
     ok "Ctrl-C: exit status 130" [ "$status" -eq 130 ]
     ok "Ctrl-C: the old file stands" same "$tmp/stay.txt" "$tmp/stay.gguf"
     ok "Ctrl-C: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
-    again_and_again() { for i in 1 2 3 4 5 6 7 8; do kill -INT "$1"; sleep 0.001; done; }     # at once they would be one
+    again_and_again() { for i in 1 2 3 4 5 6 7 8; do kill -INT "$1"; sleep 0.001; done; }     # signals at the same time would be merged
     in_the_middle again_and_again
     ok "Ctrl-C again and again: exit status 130" [ "$status" -eq 130 ]
     ok "Ctrl-C again and again: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
@@ -251,7 +252,7 @@ elif env --default-signal=INT true 2>/dev/null; then      # a shell starts backg
     ok "SIGTERM: exit status 143" [ "$status" -eq 143 ]
     ok "SIGTERM: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
     trap '' HUP
-    long=$tmp/tiny-moe-f32.gguf                         # it runs to its end
+    long=$tmp/tiny-moe-f32.gguf                         # short enough to finish
     for _ in 1 2 3 4 5 6 7 8 9; do
         in_the_middle kill -HUP
         [ "$sent" -ne 0 ] || break

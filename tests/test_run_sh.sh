@@ -1,7 +1,7 @@
 #!/bin/sh
-# run.sh --fetch, with a curl of our own that serves one small file: list, download, resume, damage, no network, no curl; then
-# what it builds and runs, with a make of our own, with and without nvcc and a GPU; and what the Makefile gives to an nvcc, for
-# which GPUs, and to the C compiler, which links.
+# run.sh --fetch, with a fake curl that serves one small file: list, download, resume, damaged file, no network, no
+# curl; then what run.sh builds and runs, with a fake make, with and without nvcc and a GPU; and the flags that the
+# Makefile gives to nvcc, for which GPUs, and to the C compiler, which links.
 # Environment: STRICT=1 (skips fail).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
@@ -14,7 +14,7 @@ mkdir "$tmp/tree" "$tmp/bin" || exit 1
 cp run.sh "$tmp/tree/run.sh"
 cat >"$tmp/bin/curl" <<'END'
 #!/bin/sh
-# Serves $tmp/payload. Files in $tmp say what goes wrong: offline, missing, cut, full.
+# Serves $tmp/payload. Files in $tmp select an error: offline, missing, cut, full.
 [ ! -e "$tmp/offline" ] || exit 6
 echo "$*" >>"$tmp/calls"
 case $1 in
@@ -33,7 +33,7 @@ tail -c +$((${have:-0} + 1)) "$tmp/payload" >>"$2"
 END
 chmod +x "$tmp/bin/curl"
 export tmp
-fetch() { # fetch ARGUMENTS...: runs run.sh --fetch; leaves $status and $tmp/err
+fetch() { # fetch ARGUMENTS...: runs run.sh --fetch; sets $status, writes $tmp/err
     PATH="$tmp/bin:$PATH" sh "$tmp/tree/run.sh" --fetch "$@" >"$tmp/out" 2>"$tmp/err"
     status=$?
 }
@@ -141,7 +141,7 @@ ok "no curl: no package manager: names curl" has "to install it: install curl wi
 # ---- what is built and run -----------------------------------------------------------
 cat >"$tmp/bin/make" <<'END'
 #!/bin/sh
-# make -s -C FOLDER TARGET: the gemma4 that it builds prints its arguments. fails-TARGET in $top: it does not.
+# make -s -C FOLDER TARGET: builds a gemma4 that prints its arguments; fails if $top/fails-TARGET exists.
 echo "$4" >>"$top/made"
 if [ -e "$top/fails-$4" ]; then
     printf 'note\nx(1): error: no luck with %s\nx(2): error: again\n' "$4" >&2
@@ -150,9 +150,9 @@ fi
 printf '#!/bin/sh\necho "%s $*"\n' "$4" >"$3/gemma4" && chmod +x "$3/gemma4"
 END
 chmod +x "$tmp/bin/make"
-export top="$tmp"                               # run.sh has a tmp of its own
+export top="$tmp"                               # run.sh uses the name tmp itself
 touch "$tmp/tree/gemma4_kernels.cu"
-runs() { # runs NVCC [GPU]: run.sh where that is nvcc and the GPU; leaves $status, $tmp/made, $tmp/out and $tmp/err
+runs() { # runs NVCC [GPU]: runs run.sh with this nvcc and GPU; sets $status, writes $tmp/made, $tmp/out and $tmp/err
     : >"$tmp/made"
     PATH="$tmp/bin:$PATH" NVCC=$1 HAS_GPU=${2-one} EDIT=1 sh "$tmp/tree/run.sh" m.gguf -p hi >"$tmp/out" 2>"$tmp/err"
     status=$?
@@ -188,7 +188,7 @@ runs nvcc
 ok "both builds fail: exit status 1" [ "$status" -eq 1 ]
 ok "both builds fail: the CPU's messages" has "no luck with cpu"
 ok "both builds fail: nothing runs" [ ! -s "$tmp/out" ]
-mv "$tmp/tree/build" "$tmp/tree/hidden"        # as not writable, also for root
+mv "$tmp/tree/build" "$tmp/tree/hidden"        # acts as not writable, also for root
 runs nvcc
 ok "a tree that is not writable: runs what is there" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
 ok "a tree that is not writable: says so" has "cannot build: "
@@ -206,7 +206,7 @@ if [ -f gemma4_kernels.cu ]; then
     ok "an nvcc that knows --split-compile: it is used" grep -q -e '-lineinfo --split-compile=0 -arch' "$tmp/split-compile"
     ok "an nvcc that does not: it is left out" grep -q -e '-lineinfo  -arch' "$tmp/other"
     touch "$tmp/cublas_v2.h"
-    for gpu in "" one; do                       # what make test builds
+    for gpu in "" one; do                       # the program that make test builds
         MAKEFLAGS='' make -n B="$tmp/b" NVCC="$tmp/bin/nvcc" CUBLAS="$tmp/cublas_v2.h" HAS_GPU=$gpu JOBS=1 test >"$tmp/test$gpu" 2>"$tmp/err"
     done
     ok "make test, nvcc and a GPU: the kernels are compiled by nvcc" grep -q "^$tmp/bin/nvcc .* -o $tmp/b/kernels.o" "$tmp/testone"
@@ -224,7 +224,7 @@ case " $* " in
 esac
 END
     mkdir "$tmp/toolkit/bin"
-    compiles() { # compiles ARCH FLAGS: for ARCH nvcc is given these
+    compiles() { # compiles ARCH FLAGS: nvcc must get FLAGS for ARCH
         MAKEFLAGS='' make -n B="$tmp/b" EDIT=0 HTTP=0 NVCC="$tmp/bin/nvcc" ARCH="$1" "$tmp/b/kernels.o" >"$tmp/out" 2>"$tmp/err"
         status=$?
         flags=$(grep "^$tmp/bin/nvcc" "$tmp/out" | grep -oE -e '-(arch|gencode|code)[ =][^ ]*' | tr '\n' ' ')

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The HTTP API from end to end on the small model: answers, streams, errors, callers that leave, many at once, shutting down.
+# Tests of the HTTP API, end to end on the small model: answers, streams, errors, clients that disconnect, many at once,
+# shutdown.
 # Environment: GEMMA4 (the binary, ./gemma4), STRICT=1 (skips fail), LONG=1 (1,000 requests, more broken bodies).
 cd "$(dirname "$0")/.." || exit 1
 model=models/gemma4-mini-q8_0.gguf
@@ -10,7 +11,7 @@ if ! command -v curl >/dev/null 2>&1; then
     finish test_server
     exit
 fi
-run serve "$model" --host 203.0.113.1 --port 0                       # an address that no machine here has
+run serve "$model" --host 203.0.113.1 --port 0                       # an address that this machine does not have
 if grep -q 'libmicrohttpd' "$tmp/err"; then
     ok "without libmicrohttpd the verb names the package" grep -q 'libmicrohttpd-dev' "$tmp/err"
     skip "the server: this build has no libmicrohttpd"
@@ -34,7 +35,7 @@ pids=
 trap 'for p in $pids; do kill -9 "$p" 2>/dev/null; done; rm -rf "$tmp"' EXIT
 
 # ---- helpers -------------------------------------------------------------------------
-serve() { # serve NAME FLAGS...: starts a server; leaves $pid and $url
+serve() { # serve NAME FLAGS...: starts a server; sets $pid and $url
     name=$1
     shift
     : >"$tmp/$name.log"
@@ -43,7 +44,7 @@ serve() { # serve NAME FLAGS...: starts a server; leaves $pid and $url
     pids="$pids $pid"
     wait_for_server "$tmp/$name.log"
 }
-ask() { # ask PATH BODY [CURL FLAGS...]: the response as $tmp/out, its status as $code
+ask() { # ask PATH BODY [CURL FLAGS...]: writes the response to $tmp/out, sets $code to its status
     path=$1 body=$2
     shift 2
     code=$(curl -sS -m 600 -o "$tmp/out" -w '%{http_code}' "$@" --data-binary "$body" "$url$path" 2>"$tmp/err")
@@ -60,18 +61,18 @@ same() { [ -s "$tmp/$1" ] && cmp -s "$tmp/$1" "$tmp/$2"; }
 text() { # text KEY FILE: the strings of that key in JSON, joined
     grep -oE "\"$1\":\"([^\"\\\\]|\\\\.)*\"" "$tmp/$2" | sed -E "s/^\"$1\":\"//; s/\"\$//" | tr -d '\n'
 }
-number() { # number KEY FILE: the last number of that key
+number() { # number KEY FILE: the last number with that key
     grep -oE "\"$1\":[-0-9.e+]+" "$tmp/$2" | tail -n 1 | sed 's/.*://'
 }
 metric() { curl -s -m 600 "$url/metrics" | sed -n "s/^gemma4_$1 //p"; }
-until_metric() { # until_metric NAME VALUE: waits for it, a minute at most
+until_metric() { # until_metric NAME VALUE: waits until the metric has this value, at most a minute
     for _ in $(seq 1200); do
         [ "$(metric "$1")" = "$2" ] && return 0
         sleep 0.05
     done
     return 1
 }
-refused() { # refused NAME STATUS WORD PATH BODY: is refused with that status and an error that holds the word
+refused() { # refused NAME STATUS WORD PATH BODY: must be refused with that status and an error that contains WORD
     ask "$4" "$5"
     ok "$1: status $2" is "$2"
     ok "$1: names '$3'" has out "$3"
@@ -209,7 +210,7 @@ else
     skip "tool calls: the small model made none"
 fi
 
-# ---- calls in a prompt are those that the model wrote ---------------------------------------
+# ---- a call in a prompt keeps the ids that the model wrote -------------------------------------
 ask /tokenize '{"content":"Paris"}'
 paris=$(sed 's/.*\[\([0-9]*\).*/\1/' "$tmp/out")
 ask $chat "{\"max_tokens\":60,\"temperature\":0,\"logit_bias\":{\"$paris\":-100},\"messages\":[{\"role\":\"user\",\"content\":\"What is the weather in Paris?\"}],
@@ -217,7 +218,7 @@ ask $chat "{\"max_tokens\":60,\"temperature\":0,\"logit_bias\":{\"$paris\":-100}
 \"properties\":{\"city\":{\"enum\":[\"Paris\"]}},\"required\":[\"city\"]}}}]}"
 said=$(sed 's/.*"message":\(.*\),"logprobs":.*/\1/' "$tmp/out")
 call=$(sed -n 's/.*"tool_calls":\[{"id":"\([^"]*\)".*/\1/p' "$tmp/out")
-tokens_with() { # tokens_with ID CACHE: tokens of the prompt that has the call under that id
+tokens_with() { # tokens_with ID CACHE: number of tokens of the prompt in which the call has that id
     ask $chat "{\"max_tokens\":1,\"cache_prompt\":$2,\"messages\":[{\"role\":\"user\",\"content\":\"What?\"},$(echo "$said" | sed "s/$call/$1/"),
 {\"role\":\"tool\",\"tool_call_id\":\"$1\",\"content\":\"sunny\"}]}"
     number prompt_tokens out
@@ -230,8 +231,8 @@ else
     skip "calls as they were written: the small model made none"
 fi
 
-# ---- an answer that the client begins -----------------------------------------------------
-begun() { # begun TEXT [MEMBERS]: the question, and an answer of which there is as much
+# ---- prefill: the client begins the answer-------------------------------------------------
+begun() { # begun TEXT [MEMBERS]: the question, and TEXT as the beginning of the answer
     printf '"messages":[{"role":"user","content":"Tell me a story about a fox."},{"role":"assistant","content":"%s"%s}]' "$1" "$2"
 }
 on='"continue_final_message":true,"add_generation_prompt":false'
@@ -317,7 +318,7 @@ ask /v1/responses "{$fox,\"stream\":true}" -N
 text delta out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
 ok "/v1/responses: the same as a stream" same plain a
 ok "/v1/responses: the stream ends" has out 'event: response.incomplete'
-called() { # called ID: a call as an item
+called() { # called ID: an item with a call
     printf '{"type":"function_call","call_id":"%s","name":"f","arguments":"{}"}' "$1"
 }
 hi='"max_output_tokens":1,"input":[{"role":"user","content":"Hi."},{"type":"reasoning","summary":[],"content":[{"type":"reasoning_text","text":"Hm."}]}'
@@ -332,8 +333,8 @@ ok "/v1/responses: of which all is held" [ "$(number cached_tokens out)" -eq $((
 refused "/v1/responses: a tool that is no function" 400 "tools" /v1/responses "{$fox,\"tools\":[{\"type\":\"custom\",\"name\":\"x\"}]}"
 refused "/v1/responses: nothing is kept" 400 "previous_response_id" /v1/responses "{$fox,\"previous_response_id\":\"x\"}"
 
-# ---- answers of a given form: what is left to say is one text, whatever the model is like -------------
-says() { # says NAME KEY TEXT: the strings of that key are this text, but for spaces behind colons
+# ---- constrained answers: only one text is possible, for any model ---------------------------------------
+says() { # says NAME KEY TEXT: the strings with that key are this text, except for spaces after colons
     text "$2" out | sed 's/: /:/g' >"$tmp/said"
     ok "$1" [ "$(cat "$tmp/said")" = "$3" ]
 }
@@ -432,7 +433,7 @@ ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
 text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
 ok "behind all of them the text is as before" same plain a
 
-# ---- errors: 4xx with a reason, and the server goes on ------------------------------------
+# ---- errors: 4xx with a reason; the server keeps running ----------------------------------
 refused "no such path" 404 "endpoint" /v1/images "{}"
 get $chat
 ok "GET where POST belongs: 405" is 405
@@ -490,7 +491,7 @@ for n in $(seq 0 $step $((size - 1))); do
 done
 ok "a body cut anywhere is a 4xx" [ "$bad" -eq 0 ]
 i=0 bad=0
-while [ $i -lt $((size / step)) ]; do                                # one byte is another
+while [ $i -lt $((size / step)) ]; do                                # one byte differs
     { head -c $((i * step)) "$tmp/whole"; printf '\377'; tail -c +$((i * step + 2)) "$tmp/whole"; } >"$tmp/cut"
     ask $chat "@$tmp/cut"
     case $code in 4??|200) ;; *) bad=$((bad + 1)) ;; esac
@@ -499,8 +500,8 @@ done
 ok "a broken byte anywhere is a 4xx or text" [ "$bad" -eq 0 ]
 ok "no body made a 5xx" [ "$(metric 'http_responses_total{class="5xx"}')" = 0 ]
 
-# ---- several at once: each as alone ------------------------------------------------------
-prompt() { # prompt K: a body; the fifth has a long prompt
+# ---- several at once: the same answers as alone--------------------------------------------------
+prompt() { # prompt K: a request body; the fifth has a long prompt
     [ "$1" -ne 5 ] || long=$(yes "The fox ran over the hill and saw a bird." | head -n 120 | tr '\n' ' ')
     [ "$1" -eq 5 ] || long=
     printf '{"messages":[{"role":"user","content":"%sTell me story number %s about a fox."}],"seed":%s,"max_tokens":40%s}' \
@@ -527,7 +528,8 @@ ok "a long prompt that is held does not run again" [ "$(number cached_tokens out
 text content out >"$tmp/again"
 ok "and gives the same text" same alone.5 again
 
-# A chunk is 512 tokens; beside an answer it is as many as take three times as long as none, 8 at first and a quarter more each time.
+# A chunk is 512 tokens. While another session decodes, it starts with 8 tokens and grows by a quarter each time, until
+# a step takes three times as long as one without a chunk.
 endless="{$user,\"ignore_eos\":true,\"max_tokens\":8000"
 ask $chat "$(prompt 5 ',"stream":true,"return_progress":true,"cache_prompt":false')" -N
 text content out >"$tmp/alone"
@@ -544,7 +546,7 @@ ok "with the same text" same alone beside
 ok "and nothing is left of either" until_metric requests_running 0
 cancelled=$(metric requests_cancelled_total)
 
-# ---- a conversation: each turn runs only what is new ---------------------------------------
+# ---- a conversation: each turn computes only new tokens --------------------------------------
 talk='{"role":"user","content":"Tell me a story about a fox."}' old=0 repeated=0
 for turn in 1 2 3 4 5; do
     ask $chat "{\"messages\":[$talk],\"temperature\":0,\"max_tokens\":30}"
@@ -554,10 +556,10 @@ for turn in 1 2 3 4 5; do
 done
 ok "a conversation's prefix stays in its session" [ "$repeated" -eq 0 ]
 
-# ---- many connections, and some that say little ----------------------------------------------
+# ---- many connections, and some slow ones ----------------------------------------------------
 loris='' slow=2
 [ "${LONG:-0}" = 0 ] || slow=60
-for _ in $(seq 20); do                                               # each is half a request, for as long as it lasts
+for _ in $(seq 20); do                                               # each sends half a request and waits
     { printf 'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n'; sleep "$slow"; } |
         curl -sS -m 600 "telnet://${url#http://}" >/dev/null 2>&1 &
     loris="$loris $!"
@@ -575,7 +577,7 @@ fi
 # shellcheck disable=SC2086  # several numbers
 kill $loris 2>/dev/null
 
-# ---- callers that leave --------------------------------------------------------------------
+# ---- clients that disconnect----------------------------------------------------------------
 curl -sS -N -m 600 -o "$tmp/left" --data-binary "$endless,\"stream\":true}" "$url$chat" &
 first=$!
 curl -sS -N -m 600 -o "$tmp/left" --data-binary "$endless}" "$url$chat" &
@@ -595,7 +597,8 @@ if [ "${LONG:-0}" != 0 ]; then
     ok "memory stays flat over 1,000 requests" [ $((after - before)) -le $((before / 100)) ]
 fi
 
-# ---- prompts whose chunks may not be smaller, since rows of sparse ones see less: some layers run between two tokens ----------
+# ---- sparse prompts, whose chunks must not be smaller: only some layers run between two tokens of others
+# ---------------------
 serve layers -np 2 -c 4096 --chunk 512 --pflash 0.5 --pflash-from 0
 ask $chat "$(prompt 5 ',"stream":true,"return_progress":true,"cache_prompt":false')" -N
 text content out >"$tmp/alone"
@@ -613,8 +616,8 @@ ok "a sparse prompt beside an answer has the same text" same alone beside
 ok "and the same chunks" [ "$(grep -c '"prompt_progress"' "$tmp/out")" -eq "$chunks" ]
 ok "between which the answer went on: $before, then $after" [ $((after - before)) -ge $((5 * chunks)) ]
 
-# ---- guesses; prompts in small chunks ----------------------------------------------------------
-serve guesses -np 2 --chunk 32 -md models/gemma4-mini-mtp-q8_0.gguf --spec mtp          # auto need not guess on a slow machine
+# ---- drafts; prompts in small chunks -----------------------------------------------------------
+serve guesses -np 2 --chunk 32 -md models/gemma4-mini-mtp-q8_0.gguf --spec mtp          # auto may not draft on a slow machine
 for k in 1 2 3; do
     curl -sS -m 600 -N -o "$tmp/many.$k" --data-binary "$(prompt $k ',"stream":true')" "$url$chat" &
     eval "wait$k=$!"
@@ -637,7 +640,7 @@ ok "with all its tokens" has out '"completion_tokens":25'
 wait $waits
 ok "and the prompt is answered" has prompt '"finish_reason":"length"'
 
-one_of() { # one_of USER NAME TOKENS: a request; NAME is in $tmp/order when it has its answer
+one_of() { # one_of USER NAME TOKENS: sends a request; appends NAME to $tmp/order after its answer
     curl -sS -m 600 -o "$tmp/left" --data-binary "{$user,\"ignore_eos\":true,\"max_tokens\":$3,\"user\":\"$1\"}" "$url$chat"
     echo "$2" >>"$tmp/order"
 }
@@ -654,7 +657,8 @@ ok "another one waits too" until_metric requests_waiting 3
 wait $waits $modest
 ok "another one is next" [ "$(head -n 3 "$tmp/order" | grep -c modest)" -eq 1 ]
 
-# ---- an agent: each turn brings the result of a call, or a question; LONG=1: 50 turns behind a long system prompt ------------
+# ---- an agent: each turn has the result of a call, or a question; LONG=1: 50 turns after a long system prompt
+# ------------
 turns=8 intro=20
 [ "${LONG:-0}" = 0 ] || turns=50 intro=1750
 serve agent -np 2 -c 20480 --chunk 64
@@ -684,12 +688,12 @@ ok "an agent: it makes calls" [ "$calls" -gt 0 ]
 kill -TERM "$pid"
 wait "$pid"
 
-# ---- what slots held before ------------------------------------------------------------------
+# ---- saved idle conversations ----------------------------------------------------------------
 kept="$tmp/kept"
 serve keeper --session-dir "$kept" -c 4096
 keeper=$pid
 words() { yes "$1" | head -n "$2" | tr '\n' ' '; }
-ask_words() { # ask_words TEXT FILE: a chat about it; its text goes to FILE, $cached is what was held
+ask_words() { # ask_words TEXT FILE: a chat about TEXT; writes the answer to FILE, sets $cached to the reused tokens
     ask $chat "{\"messages\":[{\"role\":\"user\",\"content\":\"$1\"}],\"temperature\":0,\"max_tokens\":12}"
     text content out >"$tmp/$2"
     cached=$(number cached_tokens out)
@@ -730,7 +734,7 @@ ok "another run goes on from them" [ "$cached" -gt 200 ]
 ok "with the same text again" same a.1 a.2
 kill -TERM "$pid"
 wait "$pid"
-for f in "$kept"/*.session; do                                        # a byte of each is another
+for f in "$kept"/*.session; do                                        # one byte of each differs
     size=$(wc -c <"$f")
     { head -c $((size - 5000)) "$f"; printf '\377\377'; tail -c 4998 "$f"; } >"$tmp/damaged" && cp "$tmp/damaged" "$f"
 done
@@ -742,8 +746,8 @@ ok "and the text is right" same a.1 a.2
 kill -TERM "$pid"
 wait "$pid"
 
-# The same conversation by caches of two types: each has a file of its own.
-ask_plain() { # ask_plain TEXT [MORE]: a completion; its text goes to $tmp/plain, $cached and $prompt are tokens
+# The same conversation with two cache types: a separate file for each.
+ask_plain() { # ask_plain TEXT [MORE]: a completion; writes its text to $tmp/plain, sets $cached and $prompt (tokens)
     ask /v1/completions "{\"prompt\":\"$1\",\"temperature\":0,\"max_tokens\":$most,\"logprobs\":2${2:-}}"
     sed 's/.*"choices"//; s/"usage".*//' "$tmp/out" >"$tmp/plain"
     cached=$(number cached_tokens out) prompt=$(number prompt_tokens out)
@@ -759,7 +763,7 @@ done
 ok "a cache of another type leaves the file of the first" [ "$cached" -gt 100 ]
 ok "and has one of its own" [ "$(find "$tmp/types" -name '*.session' | wc -l)" -eq 2 ]
 
-# A longer conversation that cannot be written does not take the shorter one, which is in a file, with it.
+# If a longer conversation cannot be saved, the file of its shorter beginning is kept.
 serve small --session-dir "$tmp/disk" -c 2048 --session-disk 2
 ask_plain "$fox"
 ask_plain "$(words 'A bird sat.' 40)"
@@ -779,7 +783,7 @@ ok "what has no room in files stays in memory" [ "$cached" -gt 100 ]
 kill -TERM "$pid"
 wait "$pid"
 
-# What memory has no room for does not push out all others; with a folder, all slots are in files at the end.
+# A conversation that is too large for memory does not evict all others; with a folder, all slots are saved at shutdown.
 serve small -np 1 -c 2048 --cache-ram 3
 ask_plain "$fox"
 ask_plain "$(words 'It rained.' 300)"
@@ -799,8 +803,9 @@ kill -TERM "$pid"
 wait "$pid"
 ok "where files have too little room the one used last stays" [ -e "$tmp/slots/$newest" ]
 
-# Prompts that part early, go on, and come back: what is stored may be dropped while a prompt is about to go on with it.
-most=1                                                                # so that a session holds its prompt alone
+# Prompts that diverge early, continue, and come back: a stored conversation may be evicted just when a prompt is going
+# to continue it.
+most=1                                                                # so that a session holds only its prompt
 for flags in "" "--session-dir $tmp/parts" "--cache-ram 2" "--cache-ram 2 --session-dir $tmp/parts2"; do
     # shellcheck disable=SC2086  # flags are words
     serve parts -np 1 -c 2048 $flags
@@ -822,7 +827,7 @@ for flags in "" "--session-dir $tmp/parts" "--cache-ram 2" "--cache-ram 2 --sess
     ok "and the server ends as always" [ "$status" -eq 0 ]
 done
 
-# What is asked is what is run: ids are not put in the place of others that spell the same.
+# The ids of a request are used unchanged, even if cached ids have the same text.
 ids() { ask /tokenize "{\"content\":\"$1\"}" && grep -oE '\[[0-9,]+\]' "$tmp/out" | tr -d '[]'; }
 serve asked -np 1 -c 1024
 sentence='There was once a shy fox who lived near a quiet river. Everyone called him Tom.'
@@ -841,7 +846,7 @@ text text out >"$tmp/b"
 ok "also others that spell the same" [ "$(number prompt_tokens out)" -eq "$n_letters" ]
 ok "with the answer of the same alone" cmp -s "$tmp/a" "$tmp/b"
 
-# Streams have the logprobs that whole answers have: of a call, of a stop string.
+# Streams have the same logprobs as complete answers: of a call, of a stop string.
 timer='"tools":[{"type":"function","function":{"name":"set_timer","parameters":{"type":"object","properties":{"minutes":{"type":"integer"}}}}}],"temperature":0'
 wake='{"role":"user","content":"Wake me in 49 minutes."}'
 ask $chat "{\"messages\":[$wake],$timer,\"logprobs\":true,\"grammar\":\"root ::= <|tool_call> \\\"call:set_timer{minutes:        49        }\\\" <tool_call|>\"}"
@@ -863,7 +868,7 @@ wait "$pid"
 run serve "$model" --port 0 --session-dir /dev/null
 ok "a folder that is none is an error" grep -q -e '^gemma4: error: --session-dir: ' "$tmp/err"
 (
-    ulimit -f 200                                                     # blocks of 512 bytes, or more: as a full disk
+    ulimit -f 200                                                     # in blocks of 512 bytes or more; simulates a full disk
     exec "$gemma4" serve "$model" --port 0 -t 2 --session-dir "$tmp/full" >/dev/null 2>"$tmp/full.log" </dev/null
 ) &
 pid=$!

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The table of contents at the head of a long source names the section banners below it, in order, no engine source
-# reads the environment, and nothing lies at the top of the tree that does not belong there. Entries are "[n]  Title", one or
+# The table of contents at the head of a long source lists the section banners below it, in order; no engine source
+# reads the environment; and the top of the tree has no unexpected files. Entries are "[n]  Title", one or
 # two on a line; banners are "// ==== [n] Title ====".
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
@@ -20,7 +20,7 @@ compare() {
         banner[number] = trim(title)
         next
     }
-    n_banners == 0 && /^[ \t*\/]*\[[0-9]+\] / {          # the table: before the first banner
+    n_banners == 0 && /^[ \t*\/]*\[[0-9]+\] / {          # the table comes before the first banner
         rest = $0
         while (match(rest, /\[[0-9]+\] /)) {
             number = substr(rest, RSTART + 1, RLENGTH - 3)
@@ -54,7 +54,7 @@ for file in gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts/*.h; do
     [ -z "$uses" ]
     check $? "$file: reads the environment: $uses"
 done
-# What is at the top of the tree, in a git checkout: a file that a wrong redirection made is soon added to it.
+# The files at the top of the tree, in a git checkout: a mistyped redirection can create one that is then committed.
 top=" Makefile gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts web run.sh models tools tests docs README.md LICENSE \
 CONTRIBUTING.md .ci .gitignore .clang-format .editorconfig "
 if files=$(git ls-files 2>/dev/null) && [ -n "$files" ]; then

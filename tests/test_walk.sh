@@ -1,7 +1,8 @@
 #!/bin/sh
-# A random walk over the server (tests/walk.py): answers of a server with company, drafters, conversations that come back, cancels
-# and kills are those of the same requests alone. Fixed seeds; LONG=1: 20 minutes of them.
-# Environment: GEMMA4 (the binary, ./gemma4), STRICT=1 (skips fail), WALK="--gpu --seconds 300" (other arguments of walk.py).
+# A random test of the server (tests/walk.py): with other sessions, drafters, resumed conversations, cancelled requests
+# and kills, each answer must be the same as for the request alone. Fixed seeds; LONG=1: 20 minutes.
+# Environment: GEMMA4 (the binary, ./gemma4), STRICT=1 (skips fail), WALK="--gpu --seconds 300" (other arguments of
+# walk.py).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 
@@ -10,14 +11,14 @@ if ! command -v python3 >/dev/null 2>&1; then
     finish test_walk
     exit
 fi
-run serve models/gemma4-mini-q8_0.gguf --host 203.0.113.1 --port 0     # an address that no machine here has
+run serve models/gemma4-mini-q8_0.gguf --host 203.0.113.1 --port 0     # an address that this machine does not have
 if grep -q 'libmicrohttpd' "$tmp/err"; then
     skip "the walk: this build has no libmicrohttpd"
     finish test_walk
     exit
 fi
-# Seeds that found what was wrong when this was written: conversations freed while in use, ids replaced, calls replayed, streams
-# without probabilities. With a sanitizer they take some eight times as long, so there are fewer.
+# Seeds that found bugs: conversations freed while in use, ids replaced, calls replayed, streams without probabilities.
+# With a sanitizer they take about eight times as long, so there are fewer.
 what="--seeds 13,24,2,8,15,5,23,33"
 grep -q -e __asan_init -e __tsan_init "$gemma4" && what="--seeds 24,2,8"
 [ "${LONG:-0}" = 0 ] || what="--seed 1000 --seconds 1200"

@@ -1,7 +1,7 @@
-/* vocab.h - vocabularies for the tests: from a GGUF file, and Gemma 4's real one, rebuilt in memory.
+/* vocab.h - vocabularies for tests: from a GGUF file, and the real one of Gemma 4, rebuilt in memory.
  *
- * The real vocabulary and the vectors that belong to it are in tests/golden as .gz files, which gzip unpacks; without gzip
- * their tests are skipped. Include after gguf.h, tokenizer.h and test.h. */
+ * The real vocabulary and its test vectors are in tests/golden as .gz files, which gzip unpacks; without gzip their
+ * tests are skipped. Include after gguf.h, tokenizer.h and test.h. */
 #ifndef VOCAB_H
 #define VOCAB_H
 #define VOCAB_NO_MAIN
@@ -24,7 +24,7 @@ static uint32_t rnd(uint32_t n) {                      // 0..n-1
     return (random_state >> 8) % n;
 }
 
-// All of a stream, and a 0 behind it.
+// Reads a whole stream; a 0 follows the bytes.
 static char *read_stream(FILE *f, size_t *n) {
     size_t cap = 1 << 16;
     char *s = alloc(cap + 1);
@@ -39,7 +39,7 @@ static char *read_stream(FILE *f, size_t *n) {
     return s;
 }
 
-static char *read_gz(const char *path, size_t *n) {    // NULL when it cannot be read
+static char *read_gz(const char *path, size_t *n) {    // NULL: cannot be read
     char command[512];
     snprintf(command, sizeof command, "gzip -dc %s", path);
     FILE *f = popen(command, "r");
@@ -55,7 +55,7 @@ static bool has_gzip(void) { return system("gzip --version >/dev/null 2>&1") == 
 typedef struct {
     Gguf g;
     TokVocab v;
-    uint8_t *bytes;           // of a file in memory
+    uint8_t *bytes;           // a file in memory
 } File;
 
 static TokStr *copy_strs(Gguf *g, const char *key, int *n_out) {
@@ -96,7 +96,7 @@ static bool open_vocab(File *f, const char *path) {
     return CHECK(gguf_open(&f->g, path) >= 0, "%s: %s", path, f->g.err) && read_vocab(f, path);
 }
 
-// Gemma 4's own: 262144 tokens. has_gzip() comes first.
+// Gemma 4's own vocabulary of 262144 tokens. Call has_gzip() first.
 static bool open_real_vocab(File *f) {
     const char *why = "gzip cannot read it";
     size_t n = 0;
@@ -136,7 +136,7 @@ static GgufJson field(const GgufJson *row, const char *name) {
     return gguf_json_get(row, name, &v) ? v : (GgufJson){ GGUF_J_NULL, "null", 4 };
 }
 
-static TokStr json_text(const GgufJson *v) {           // a string's characters; free_str
+static TokStr json_text(const GgufJson *v) {           // a string's decoded characters, for free_str()
     char *s = alloc(v->n + 1);
     const size_t n = v->type == GGUF_J_STRING ? gguf_json_string(v, s) : 0;
     s[n] = 0;
