@@ -116,11 +116,13 @@ $(B)/test_forward: TEST_COMPILE = $(COMPILE:-O3=-O2)
 $(B)/test_grammar: TEST_COMPILE += -finstrument-functions
 # What the programs link instead of compiling it each: the parts that have an interface and bodies. Of these a test may still
 # compile one itself, to look inside it: the archive's is not taken then.
-ENGINE_OBJECTS := $(patsubst %,$(B)/parts/%.o,base gguf cpu)
+ENGINE_OBJECTS := $(patsubst %,$(B)/parts/%.o,base gguf tokenizer cpu)
 $(B)/engine.a: $(ENGINE_OBJECTS)
 	@rm -f $@ && $(AR) rcs $@ $^
 $(B)/parts/base.o: parts/base.h
 $(B)/parts/gguf.o: gguf.h
+$(B)/parts/tokenizer.o: tokenizer.h gguf.h
+$(B)/parts/tokenizer.o: USES = -include gguf.h
 $(B)/parts/cpu.o: parts/cpu.h parts/base.h gemma4.h parts/cards.h gguf.h parts/kv.h
 $(B)/parts/cpu.o: USES = -include parts/base.h -include gemma4.h -include gguf.h -include parts/kv.h
 $(ENGINE_OBJECTS): $(B)/flags

@@ -28,9 +28,9 @@
 #ifndef ENGINE_LINKED         // else build/engine.a has these bodies
 #define BASE_IMPLEMENTATION
 #define GGUF_IMPLEMENTATION
+#define TOKENIZER_IMPLEMENTATION
 #define CPU_IMPLEMENTATION
 #endif
-#define TOKENIZER_IMPLEMENTATION
 #include "parts/base.h"
 #include "gemma4.h"
 #include "gguf.h"

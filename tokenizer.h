@@ -72,6 +72,8 @@ typedef enum {
 
 typedef struct { int32_t left, right; uint32_t rank; int32_t merged; } Tok__Merge;   // left -1: free slot
 
+enum { TOK_KIND_NORMAL, TOK_KIND_HIDDEN, TOK_KIND_BYTE };              // Tokenizer.kind: text, control, one byte <0xHH>
+
 typedef struct Tokenizer {
     int n_tokens;
     bool large_variant;       // with thinking off, prompts end in an empty thought block; may be set after tok_init
@@ -97,7 +99,7 @@ typedef struct Tokenizer {
     // Tables, private.
     char *pieces;             // the decoded bytes of all tokens, one after the other
     size_t *piece_at;         // (n_tokens + 1) where each starts
-    unsigned char *kind;      // (n_tokens) TOK__NORMAL, TOK__HIDDEN, TOK__BYTE
+    unsigned char *kind;      // (n_tokens) TOK_KIND_NORMAL, TOK_KIND_HIDDEN, TOK_KIND_BYTE
     int32_t *code_point;      // (0x110000) id + 1 of the token of this code point, 0: none
     int32_t byte_id[256];     // id of <0xHH>, -1 if there is none
     Tok__Merge *merge;        // hash table of (merge_mask + 1) slots, key (left, right)
@@ -214,6 +216,20 @@ int tok_add_reply(TokText *messages, const TokReply *r);
 // Appends s as a JSON string, with quotes. Bytes of 0x80 and more are copied. Returns 0, or -1 if memory runs out.
 int tok_add_json_string(TokText *out, TokStr s);
 
+// Parts of the above, for code that handles ids, texts and conversations itself.
+int tok_push_id(Tokenizer *t, TokIds *v, int32_t id);                // appends an id: 0, or -1 with t->err
+bool tok_text_append(TokText *v, const char *s, size_t n);           // appends n bytes; false if memory runs out
+TokStr tok_trim(TokStr s);                                           // without white space at both ends
+int tok_hex_digit(unsigned char c);                                  // 0 .. 15; -1: it is none
+// Decodes one code point of s[0..n), n >= 1, strictly (Unicode 15, table 3-7): no surrogates, no overlong forms.
+// Returns its length in bytes and sets *cp; 0 if s[0] cannot start a character here; -1 if s ends inside a character.
+int tok_read_utf8(const unsigned char *s, size_t n, uint32_t *cp);
+int tok_compare_keys(TokStr a, TokStr b, bool fold);                 // as memcmp; fold: ASCII letters without case
+// False for an absent field, null, false, 0, "", [] and {}.
+bool tok_json_is_set(const GgufJson *v);
+// Removes the ']' of the list and makes room for one more message of at most n bytes, so that nothing fails after it.
+bool tok_open_list(TokText *messages, size_t n);
+
 #endif // TOKENIZER_H
 
 #ifdef TOKENIZER_IMPLEMENTATION
@@ -233,7 +249,6 @@ enum {
     TOK__REPLACEMENT = 0xFFFD,
     TOK__SPACE = 0x2581
 };
-enum { TOK__NORMAL, TOK__HIDDEN, TOK__BYTE };                             // kind[]
 enum { TOK__TYPE_CONTROL = 3, TOK__TYPE_BYTE = 6 };                       // TokVocab.types
 #define TOK__NO_RANK UINT32_MAX
 
@@ -284,7 +299,7 @@ static int tok__fail(Tokenizer *t, const char *fmt, ...) {
     return -1;
 }
 
-static int tok__push(Tokenizer *t, TokIds *v, int32_t id) {
+int tok_push_id(Tokenizer *t, TokIds *v, int32_t id) {
     if (v->n == v->cap) {
         size_t cap = v->cap < 256 ? 256 : v->cap * 2;
         int32_t *ids = cap > v->cap && cap <= SIZE_MAX / sizeof *ids ? realloc(v->ids, cap * sizeof *ids) : NULL;
@@ -313,7 +328,7 @@ static bool tok__room(TokText *v, size_t n) {
     return true;
 }
 
-static bool tok__append(TokText *v, const char *s, size_t n) {
+bool tok_text_append(TokText *v, const char *s, size_t n) {
     if (!tok__room(v, n)) return false;
     if (n) memcpy(v->s + v->n, s, n);
     v->n += n;
@@ -327,9 +342,7 @@ void tok_text_free(TokText *v) {
 
 // ---- UTF-8 ----------------------------------------------------------------------------------------------------------
 
-// Decodes one code point of s[0..n), n >= 1, strictly (Unicode 15, table 3-7): no surrogates, no overlong forms.
-// Returns its length in bytes and sets *cp; 0 if s[0] cannot start a character here; -1 if s ends inside a character.
-static inline int tok__utf8(const unsigned char *s, size_t n, uint32_t *cp) {
+int tok_read_utf8(const unsigned char *s, size_t n, uint32_t *cp) {
     unsigned c = s[0], low = 0x80, high = 0xBF;       // bounds of the second byte
     int len;
     if (c < 0x80) { *cp = c; return 1; }
@@ -358,7 +371,7 @@ static inline int tok__utf8(const unsigned char *s, size_t n, uint32_t *cp) {
 // First and last code point of a text; false unless it is valid UTF-8 and not empty.
 static bool tok__ends(TokStr s, uint32_t *first, uint32_t *last) {
     for (size_t i = 0; i < s.n; ) {
-        int len = tok__utf8((const unsigned char *)s.s + i, s.n - i, last);
+        int len = tok_read_utf8((const unsigned char *)s.s + i, s.n - i, last);
         if (len <= 0) return false;
         if (i == 0) *first = *last;
         i += (size_t)len;
@@ -372,17 +385,17 @@ static bool tok__is_space(uint32_t c) {
            (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
 }
 
-static TokStr tok__trim(TokStr s) {
+TokStr tok_trim(TokStr s) {
     uint32_t c = 0;
     int len;
-    while (s.n && (len = tok__utf8((const unsigned char *)s.s, s.n, &c)) > 0 && tok__is_space(c)) {
+    while (s.n && (len = tok_read_utf8((const unsigned char *)s.s, s.n, &c)) > 0 && tok__is_space(c)) {
         s.s += len;
         s.n -= (size_t)len;
     }
     while (s.n) {
         size_t from = s.n - 1;                        // back to the lead byte; no white space is longer than 3 bytes
         while (from && s.n - from < 3 && ((unsigned char)s.s[from] & 0xC0) == 0x80) from--;
-        len = tok__utf8((const unsigned char *)s.s + from, s.n - from, &c);
+        len = tok_read_utf8((const unsigned char *)s.s + from, s.n - from, &c);
         if (len != (int)(s.n - from) || !tok__is_space(c)) break;
         s.n = from;
     }
@@ -487,7 +500,7 @@ static int32_t tok__id_of(const Tok__Texts *x, TokStr a) {
     return a.n ? tok__find_text(x, tok__hash(tok__hash_start(x), a), a, (TokStr){ NULL, 0 })->id : -1;
 }
 
-static int tok__hex(unsigned char c) {
+int tok_hex_digit(unsigned char c) {
     return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10 : c >= 'a' &&
         c <= 'f' ? c - 'a' + 10 : -1;
 }
@@ -495,7 +508,7 @@ static int tok__hex(unsigned char c) {
 // The byte of a text of the form <0xHH>, or -1.
 static int tok__byte_of(TokStr s) {
     if (s.n != 6 || memcmp(s.s, "<0x", 3) != 0 || s.s[5] != '>') return -1;
-    int high = tok__hex((unsigned char)s.s[3]), low = tok__hex((unsigned char)s.s[4]);
+    int high = tok_hex_digit((unsigned char)s.s[3]), low = tok_hex_digit((unsigned char)s.s[4]);
     return high < 0 || low < 0 ? -1 : high * 16 + low;
 }
 
@@ -519,23 +532,23 @@ static int tok__index_tokens(Tokenizer *t, const TokVocab *v, Tok__Texts *x) {
         if (slot->id < 0) *slot = (Tok__Slot){ (uint32_t)(h >> 32), id };   // a repeated text: the first id is used
 
         int byte = tok__byte_of(text);
-        if (v->types && v->types[id] == TOK__TYPE_CONTROL) t->kind[id] = TOK__HIDDEN;
+        if (v->types && v->types[id] == TOK__TYPE_CONTROL) t->kind[id] = TOK_KIND_HIDDEN;
         if (v->types ? v->types[id] == TOK__TYPE_BYTE : byte >= 0) {
             if (byte < 0) return tok__fail(t, "token %d: expected a byte token <0x00>..<0xFF>, got another text", id);
-            t->kind[id] = TOK__BYTE;
+            t->kind[id] = TOK_KIND_BYTE;
             if (t->byte_id[byte] < 0) t->byte_id[byte] = id;
         }
     }
     for (int i = 0; i < TOK__N_SPECIALS; i++) {
         TokStr text = { tok__specials[i].text, strlen(tok__specials[i].text) };
         int32_t id = *tok__special_id(t, i) = tok__id_of(x, text);
-        if (id >= 0) t->kind[id] = TOK__HIDDEN;
+        if (id >= 0) t->kind[id] = TOK_KIND_HIDDEN;
     }
     for (int id = v->n_tokens - 1; id >= 0; id--) {                   // descending, so that the lowest id is used
         uint32_t first = 0;
         TokStr text = v->tokens[id];
-        if (text.n && text.n <= 4 && t->kind[id] == TOK__NORMAL &&
-            tok__utf8((const unsigned char *)text.s, text.n, &first) == (int)text.n)
+        if (text.n && text.n <= 4 && t->kind[id] == TOK_KIND_NORMAL &&
+            tok_read_utf8((const unsigned char *)text.s, text.n, &first) == (int)text.n)
             t->code_point[first] = id + 1;
     }
     return 0;
@@ -585,10 +598,10 @@ static int tok__index_pieces(Tokenizer *t, const TokVocab *v) {
     for (int id = 0; id < v->n_tokens; id++) {
         TokStr text = v->tokens[id];
         t->piece_at[id] = at;
-        if (t->kind[id] == TOK__BYTE) {
+        if (t->kind[id] == TOK_KIND_BYTE) {
             t->pieces[at++] = (char)tok__byte_of(text);
         } else for (size_t i = 0; i < text.n; ) {
-            if (t->kind[id] == TOK__NORMAL && text.n - i >= 3 && memcmp(text.s + i, "\xE2\x96\x81", 3) == 0) {
+            if (t->kind[id] == TOK_KIND_NORMAL && text.n - i >= 3 && memcmp(text.s + i, "\xE2\x96\x81", 3) == 0) {
                 t->pieces[at++] = ' ';
                 i += 3;
             } else {
@@ -792,7 +805,7 @@ static int tok__encode_run(Tokenizer *t, const unsigned char *s, size_t n, TokId
     uint32_t before = TOK__NO_CHAR;                   // its last code point
     for (size_t i = 0; i < n; ) {
         uint32_t c;
-        int len = tok__utf8(s + i, n - i, &c);
+        int len = tok_read_utf8(s + i, n - i, &c);
         i += len > 0 ? (size_t)len : 1;
         if (len <= 0) c = TOK__REPLACEMENT;
         if (c == ' ') c = TOK__SPACE;
@@ -803,7 +816,7 @@ static int tok__encode_run(Tokenizer *t, const unsigned char *s, size_t n, TokId
         }
         before = id < 0 ? TOK__NO_CHAR : c;
         if (id >= 0) {
-            if (tok__push(t, out, id) < 0) return -1;
+            if (tok_push_id(t, out, id) < 0) return -1;
             continue;
         }
         char bytes[4];                                // no token for it: its bytes, which are never merged
@@ -812,7 +825,7 @@ static int tok__encode_run(Tokenizer *t, const unsigned char *s, size_t n, TokId
             const unsigned byte = (unsigned char)bytes[b];
             if (t->byte_id[byte] < 0)
                 return tok__fail(t, "cannot encode U+%04X: the vocabulary has no token <0x%02X>", (unsigned)c, byte);
-            if (tok__push(t, out, t->byte_id[byte]) < 0) return -1;
+            if (tok_push_id(t, out, t->byte_id[byte]) < 0) return -1;
         }
         start = out->n;
     }
@@ -845,7 +858,7 @@ int tok_encode(Tokenizer *t, const char *text, size_t n, TokMode mode, TokIds *o
             i++;
             continue;
         }
-        if (tok__encode_run(t, (const unsigned char *)text + from, i - from, out) < 0 || tok__push(t, out, id) < 0)
+        if (tok__encode_run(t, (const unsigned char *)text + from, i - from, out) < 0 || tok_push_id(t, out, id) < 0)
             goto fail;
         from = i += len;
     }
@@ -859,7 +872,7 @@ fail:
 // ---- decode ---------------------------------------------------------------------------------------------------------
 
 TokStr tok_piece(const Tokenizer *t, int32_t id, bool show_special) {
-    if (id < 0 || id >= t->n_tokens || (t->kind[id] == TOK__HIDDEN && !show_special)) return (TokStr){ "", 0 };
+    if (id < 0 || id >= t->n_tokens || (t->kind[id] == TOK_KIND_HIDDEN && !show_special)) return (TokStr){ "", 0 };
     return (TokStr){ t->pieces + t->piece_at[id], t->piece_at[id + 1] - t->piece_at[id] };
 }
 
@@ -883,7 +896,7 @@ size_t tok_stream_push(const Tokenizer *t, TokStream *s, int32_t id, bool show_s
         s->pending[s->n++] = (unsigned char)piece.s[i];
         while (s->n) {                                // removes whole characters and invalid bytes from the front
             uint32_t c;
-            int len = tok__utf8(s->pending, (size_t)s->n, &c);
+            int len = tok_read_utf8(s->pending, (size_t)s->n, &c);
             if (len < 0) break;                       // at most 3 bytes of an incomplete character
             at = len ? tok__emit(out, cap, at, s->pending, (size_t)len) : tok__emit(out, cap, at, "\xEF\xBF\xBD", 3);
             s->n -= len ? len : 1;
@@ -925,10 +938,9 @@ int tok_add_json_string(TokText *out, TokStr s) {
     return 0;
 }
 
-static void tok__literal(TokText *out, const char *s) { tok__append(out, s, strlen(s)); }
+static void tok__literal(TokText *out, const char *s) { tok_text_append(out, s, strlen(s)); }
 
-// Removes the ']' of the list and makes room for one more message of at most n bytes, so that nothing fails after it.
-static bool tok__open_list(TokText *messages, size_t n) {
+bool tok_open_list(TokText *messages, size_t n) {
     if (n > SIZE_MAX / 4 || !tok__room(messages, n + 3)) return false;
     while (messages->n && messages->s[messages->n - 1] != ']') messages->n--;     // white space after the list
     if (messages->n) messages->n--;
@@ -942,7 +954,7 @@ static bool tok__open_list(TokText *messages, size_t n) {
 // Appends a message with a role and a text, and a name unless its s is NULL.
 static int tok__add_text(TokText *messages, TokStr role, TokStr name, TokStr content) {
     const bool fits = role.n < SIZE_MAX / 64 && name.n < SIZE_MAX / 64 && content.n < SIZE_MAX / 64;
-    if (!fits || !tok__open_list(messages, 6 * (role.n + name.n + content.n) + 64)) return -1;
+    if (!fits || !tok_open_list(messages, 6 * (role.n + name.n + content.n) + 64)) return -1;
     tok__literal(messages, "{\"role\":");
     tok_add_json_string(messages, role);
     if (name.s) {
@@ -968,7 +980,7 @@ int tok_add_reply(TokText *messages, const TokReply *r) {
     bool fits = r->content.n < SIZE_MAX / 64 && r->thought.n < SIZE_MAX / 64;
     if (fits) n += 6 * (r->content.n + r->thought.n);
     for (int i = 0; i < r->n_calls; i++) n += 6 * r->calls[i].name.n + r->calls[i].arguments.n + 160;
-    if (!fits || !tok__open_list(messages, n)) return -1;
+    if (!fits || !tok_open_list(messages, n)) return -1;
     const size_t at = messages->n;                    // makes the ids of the calls unique
     tok__literal(messages, "{\"role\":\"assistant\",\"content\":");
     tok_add_json_string(messages, (TokStr){ r->content.s, r->content.n });
@@ -983,7 +995,7 @@ int tok_add_reply(TokText *messages, const TokReply *r) {
         tok__literal(messages, open);
         tok_add_json_string(messages, r->calls[i].name);
         tok__literal(messages, ",\"arguments\":");
-        tok__append(messages, r->calls[i].arguments.s, r->calls[i].arguments.n);
+        tok_text_append(messages, r->calls[i].arguments.s, r->calls[i].arguments.n);
         tok__literal(messages, "}}");
     }
     tok__literal(messages, r->n_calls ? "]}]" : "}]");
@@ -1002,8 +1014,7 @@ static void tok__fields(const GgufJson *object, const char *const *names, GgufJs
             if (gguf_json_is(&name, names[i])) out[i] = value;
 }
 
-// False for an absent field, null, false, 0, "", [] and {}.
-static bool tok__is_set(const GgufJson *v) {
+bool tok_json_is_set(const GgufJson *v) {
     GgufJson rest = *v, value;
     double x = 1;
     switch (v->type) {
@@ -1046,7 +1057,7 @@ static bool tok__room_in_run(Tok__Prompt *p, size_t n) {
 }
 
 static void tok__put_bytes(Tok__Prompt *p, const char *s, size_t n) {
-    if (tok__room_in_run(p, n)) tok__append(&p->run, s, n);
+    if (tok__room_in_run(p, n)) tok_text_append(&p->run, s, n);
 }
 
 static void tok__put(Tok__Prompt *p, const char *s) { tok__put_bytes(p, s, strlen(s)); }
@@ -1058,7 +1069,7 @@ static void tok__put_string(Tok__Prompt *p, const GgufJson *v) {      // the dec
 static void tok__end_run(Tok__Prompt *p) {
     if (p->failed || !p->run.n) return;
     if (tok_encode(p->t, p->run.s, p->run.n, TOK_PLAIN, p->ids) < 0) p->failed = true;
-    else if (p->text && !tok__append(p->text, p->run.s, p->run.n))
+    else if (p->text && !tok_text_append(p->text, p->run.s, p->run.n))
         TOK__REFUSE(p, "out of memory for the text of a prompt");
     p->run.n = 0;
 }
@@ -1067,8 +1078,8 @@ static void tok__put_id(Tok__Prompt *p, int32_t id, const char *text) {
     tok__end_run(p);
     if (p->failed) return;
     if (id < 0) TOK__REFUSE(p, "chat: the vocabulary has no token %s", text);
-    else if (tok__push(p->t, p->ids, id) < 0) p->failed = true;
-    else if (p->text && !tok__append(p->text, text, strlen(text)))
+    else if (tok_push_id(p->t, p->ids, id) < 0) p->failed = true;
+    else if (p->text && !tok_text_append(p->text, text, strlen(text)))
         TOK__REFUSE(p, "out of memory for the text of a prompt");
 }
 
@@ -1101,7 +1112,7 @@ static void tok__tidy(Tok__Prompt *p, size_t from, bool cut_thoughts) {
         else s[to++] = s[i++];
     }
     if (cut_thoughts) p->run.n = to;
-    const TokStr trimmed = tok__trim((TokStr){ s + from, p->run.n - from });
+    const TokStr trimmed = tok_trim((TokStr){ s + from, p->run.n - from });
     if (trimmed.n) memmove(s + from, trimmed.s, trimmed.n);
     p->run.n = from + trimmed.n;
 }
@@ -1110,7 +1121,7 @@ static void tok__tidy(Tok__Prompt *p, size_t from, bool cut_thoughts) {
 // keep their order. A repeated key has its last value, at its first position.
 typedef struct { TokStr key; size_t at; GgufJson name, value; } Tok__Member;
 
-static int tok__compare_keys(TokStr a, TokStr b, bool fold) {
+int tok_compare_keys(TokStr a, TokStr b, bool fold) {
     for (size_t i = 0; i < a.n && i < b.n; i++) {
         int x = (unsigned char)a.s[i], y = (unsigned char)b.s[i];
         if (fold && x >= 'A' && x <= 'Z') x += 32;
@@ -1122,13 +1133,13 @@ static int tok__compare_keys(TokStr a, TokStr b, bool fold) {
 
 static int tok__by_key(const void *a, const void *b) {
     const Tok__Member *x = a, *y = b;
-    const int c = tok__compare_keys(x->key, y->key, false);
+    const int c = tok_compare_keys(x->key, y->key, false);
     return c ? c : (x->at > y->at) - (x->at < y->at);
 }
 
 static int tok__by_folded_key(const void *a, const void *b) {
     const Tok__Member *x = a, *y = b;
-    const int c = tok__compare_keys(x->key, y->key, true);
+    const int c = tok_compare_keys(x->key, y->key, true);
     return c ? c : (x->at > y->at) - (x->at < y->at);
 }
 
@@ -1150,7 +1161,7 @@ static Tok__Member *tok__members(Tok__Prompt *p, const GgufJson *object, size_t 
     }
     qsort(m, n_all, sizeof *m, tok__by_key);
     for (size_t i = 0; i < n_all; i++) {
-        if (*n && tok__compare_keys(m[*n - 1].key, m[i].key, false) == 0) m[*n - 1].value = m[i].value;
+        if (*n && tok_compare_keys(m[*n - 1].key, m[i].key, false) == 0) m[*n - 1].value = m[i].value;
         else m[(*n)++] = m[i];
     }
     qsort(m, *n, sizeof *m, tok__by_folded_key);
@@ -1318,27 +1329,27 @@ static void tok__put_properties(Tok__Prompt *p, const GgufJson *object, bool is_
         tok__fields(&m[i].value, names, f, N_FIELDS);
         tok__put_string(p, &m[i].name);
         tok__put(p, ":{");
-        if (tok__is_set(&f[DESCRIPTION])) {
+        if (tok_json_is_set(&f[DESCRIPTION])) {
             tok__put(p, "description:");
             tok__put_quoted(p, &f[DESCRIPTION]);
             tok__put(p, ",");
         }
-        if (tok__is_word(&f[TYPE], "STRING") && tok__is_set(&f[ENUM])) {
+        if (tok__is_word(&f[TYPE], "STRING") && tok_json_is_set(&f[ENUM])) {
             tok__put(p, "enum:");
             tok__put_value(p, &f[ENUM], true);
             tok__put(p, ",");
         }
-        if (tok__is_word(&f[TYPE], "ARRAY") && f[ITEMS].type == GGUF_J_OBJECT && tok__is_set(&f[ITEMS])) {
+        if (tok__is_word(&f[TYPE], "ARRAY") && f[ITEMS].type == GGUF_J_OBJECT && tok_json_is_set(&f[ITEMS])) {
             tok__put_items(p, &f[ITEMS]);
             tok__put(p, ",");
         }
-        if (tok__is_set(&f[NULLABLE])) tok__put(p, "nullable:true,");
+        if (tok_json_is_set(&f[NULLABLE])) tok__put(p, "nullable:true,");
         if (tok__is_word(&f[TYPE], "OBJECT")) {
             const bool own = f[PROPERTIES].type == GGUF_J_OBJECT;
             tok__put(p, "properties:{");
             tok__put_properties(p, own ? &f[PROPERTIES] : &m[i].value, !own);
             tok__put(p, "},");
-            if (tok__is_set(&f[REQUIRED])) {
+            if (tok_json_is_set(&f[REQUIRED])) {
                 tok__put_required(p, &f[REQUIRED]);
                 tok__put(p, ",");
             }
@@ -1362,7 +1373,7 @@ static void tok__put_tool(Tok__Prompt *p, const GgufJson *tool, size_t i) {
     tok__fields(tool, wrapper, &function, 1);
     tok__fields(function.type == TOK__MISSING ? tool : &function, names, f, 4);
     if (f[NAME].type != GGUF_J_STRING) TOK__REFUSE(p, "tools[%zu].function.name: expected a string", i);
-    if (tok__is_set(&f[PARAMETERS]) && f[PARAMETERS].type != GGUF_J_OBJECT)
+    if (tok_json_is_set(&f[PARAMETERS]) && f[PARAMETERS].type != GGUF_J_OBJECT)
         TOK__REFUSE(p, "tools[%zu].function.parameters: expected an object", i);
     if (p->failed) return;
 
@@ -1371,20 +1382,20 @@ static void tok__put_tool(Tok__Prompt *p, const GgufJson *tool, size_t i) {
     tok__put_string(p, &f[NAME]);
     tok__put(p, "{description:");
     tok__put_quoted(p, &f[DESCRIPTION]);
-    if (tok__is_set(&f[PARAMETERS])) {
+    if (tok_json_is_set(&f[PARAMETERS])) {
         tok__fields(&f[PARAMETERS], schema, s, 4);
         tok__put(p, ",parameters:{");
-        if (tok__is_set(&s[PROPERTIES])) {
+        if (tok_json_is_set(&s[PROPERTIES])) {
             tok__put(p, "properties:{");
             tok__put_properties(p, &s[PROPERTIES], false);
             tok__put(p, "},");
         }
-        if (tok__is_set(&s[REQUIRED])) {
+        if (tok_json_is_set(&s[REQUIRED])) {
             tok__put_required(p, &s[REQUIRED]);
             tok__put(p, ",");
         }
-        if (!tok__is_set(&s[TYPE]) && !p->exact) s[TYPE] = object;
-        if (tok__is_set(&s[TYPE])) {
+        if (!tok_json_is_set(&s[TYPE]) && !p->exact) s[TYPE] = object;
+        if (tok_json_is_set(&s[TYPE])) {
             tok__put(p, "type:");
             tok__put_quoted_type(p, &s[TYPE]);
             tok__put(p, "}");
@@ -1393,12 +1404,12 @@ static void tok__put_tool(Tok__Prompt *p, const GgufJson *tool, size_t i) {
     if (f[RESPONSE].type == GGUF_J_OBJECT) {
         tok__fields(&f[RESPONSE], schema, s, 4);
         tok__put(p, ",response:{");
-        if (tok__is_set(&s[ABOUT])) {
+        if (tok_json_is_set(&s[ABOUT])) {
             tok__put(p, "description:");
             tok__put_quoted(p, &s[ABOUT]);
             tok__put(p, ",");
         }
-        if (!tok__is_set(&s[TYPE]) && !p->exact) s[TYPE] = object;
+        if (!tok_json_is_set(&s[TYPE]) && !p->exact) s[TYPE] = object;
         if (tok__is_word(&s[TYPE], "OBJECT") || !p->exact) {
             tok__put(p, "type:");
             tok__put_quoted_type(p, &s[TYPE]);
@@ -1474,8 +1485,8 @@ static bool tok__put_content(Tok__Prompt *p, const Tok__Message *m, bool is_mode
 }
 
 static void tok__put_thought(Tok__Prompt *p, const Tok__Message *m) {
-    const GgufJson *r = &m->f[tok__is_set(&m->f[TOK__REASONING]) ? TOK__REASONING : TOK__REASONING_CONTENT];
-    if (!tok__is_set(r)) return;
+    const GgufJson *r = &m->f[tok_json_is_set(&m->f[TOK__REASONING]) ? TOK__REASONING : TOK__REASONING_CONTENT];
+    if (!tok_json_is_set(r)) return;
     if (r->type != GGUF_J_STRING) TOK__REFUSE(p, "messages[%zu].reasoning: expected a string", m->number);
     if (p->failed) return;
     tok__put_tag(p, &p->t->channel_open);
@@ -1523,14 +1534,14 @@ static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Messa
     if (f[0].type != GGUF_J_STRING)
         TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.name: expected a string", m->number, i);
     *called = (Tok__Called){ outer[1], f[0], i };
-    if (!p->failed && f[1].type == GGUF_J_STRING && tok__is_set(&f[1])) {
+    if (!p->failed && f[1].type == GGUF_J_STRING && tok_json_is_set(&f[1])) {
         if (!tok__room(&inner, f[1].n)) TOK__REFUSE(p, "out of memory for arguments of %zu bytes", f[1].n);
         else if (gguf_json_parse(inner.s, gguf_json_string(&f[1], inner.s), &parsed, &err_at, &err) == 0) f[1] = parsed;
         else
             TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.arguments: byte %zu: expected %s", m->number, i,
                         err_at, err);
     }
-    if (tok__is_set(&f[1]) && f[1].type != GGUF_J_OBJECT)
+    if (tok_json_is_set(&f[1]) && f[1].type != GGUF_J_OBJECT)
         TOK__REFUSE(p, "messages[%zu].tool_calls[%zu].function.arguments: expected an object", m->number, i);
     tok__put_tag(p, &p->t->call_open);
     if (!p->failed) {
@@ -1548,7 +1559,7 @@ static void tok__put_call(Tok__Prompt *p, const GgufJson *call, const Tok__Messa
 static void tok__open_result(Tok__Prompt *p, const GgufJson *name) {
     tok__put_tag(p, &p->t->response_open);
     tok__put(p, "response:");
-    if (name->type == GGUF_J_STRING && tok__is_set(name)) tok__put_string(p, name);
+    if (name->type == GGUF_J_STRING && tok_json_is_set(name)) tok__put_string(p, name);
     else tok__put(p, "unknown");
     tok__put(p, "{");
 }
@@ -1598,8 +1609,8 @@ static void tok__put_calls(Tok__Prompt *p, const Tok__Message *m, size_t n_follo
     const GgufJson *list = &m->f[TOK__CALLS], *responses = &m->f[TOK__RESPONSES];
     GgufJson rest = *list, value, f[2];
     size_t n = 0, i = 0;
-    *calls = tok__is_set(list);
-    *results = tok__is_set(responses);
+    *calls = tok_json_is_set(list);
+    *results = tok_json_is_set(responses);
     if (*calls && list->type != GGUF_J_ARRAY) TOK__REFUSE(p, "messages[%zu].tool_calls: expected a list", m->number);
     if (*results && responses->type != GGUF_J_ARRAY)
         TOK__REFUSE(p, "messages[%zu].tool_responses: expected a list", m->number);
@@ -1649,7 +1660,7 @@ static Tok__End tok__put_messages(Tok__Prompt *p, const TokChat *c, const Tok__M
             tok__put(p, "\n");
         }
         goes_on = is_assistant;
-        if (i >= after_user || (c->keep_thoughts && tok__is_set(&m[i].f[TOK__CALLS]))) tok__put_thought(p, &m[i]);
+        if (i >= after_user || (c->keep_thoughts && tok_json_is_set(&m[i].f[TOK__CALLS]))) tok__put_thought(p, &m[i]);
         bool calls, results;
         tok__put_calls(p, &m[i], next - i - 1, &calls, &results);
         const bool content = tok__put_content(p, &m[i], is_model, false);
@@ -1743,7 +1754,7 @@ int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
     if (!p.failed) {
         tok__put_id(&p, t->bos, "<bos>");
         const bool system = n && (tok__has_role(&m[0], "system") || tok__has_role(&m[0], "developer"));
-        if (c->think || tok__is_set(&tools) || system) {
+        if (c->think || tok_json_is_set(&tools) || system) {
             tok__put_tag(&p, &t->turn_open);
             tok__put(&p, "system\n");
             if (c->think) {
@@ -1806,10 +1817,10 @@ static void tok__call_string(Tok__CallReader *c) {
             const char e = c->s[c->i + 1];
             if (e && strchr("\"\\/bfnrt", e)) len = 2;
             if (e == 'u' && c->n - c->i >= 6) len = 6;
-            for (size_t k = 2; k < len; k++) if (tok__hex((unsigned char)c->s[c->i + k]) < 0) len = 0;
+            for (size_t k = 2; k < len; k++) if (tok_hex_digit((unsigned char)c->s[c->i + k]) < 0) len = 0;
         }
         if (len) {
-            tok__append(c->out, c->s + c->i, len);
+            tok_text_append(c->out, c->s + c->i, len);
             c->i += len - 1;
         } else {
             tok__call_escape(c, c->i, c->i + 1);
@@ -1830,7 +1841,7 @@ static void tok__call_bare(Tok__CallReader *c, char stop) {
     GgufJson v;
     const char *err;
     if (!stop && gguf_json_parse(c->s + from, to - from, &v, &err_at, &err) == 0 && v.type <= GGUF_J_NUMBER) {
-        tok__append(c->out, v.s, v.n);
+        tok_text_append(c->out, v.s, v.n);
         return;
     }
     c->out->s[c->out->n++] = '"';
@@ -1925,11 +1936,11 @@ static int tok__end_call(Tokenizer *t, TokReply *r, bool closed) {
 
 // Appends characters to the content, the thought or the call, by state.
 static bool tok__reply_text(TokReply *r, const char *s, size_t n) {
-    if (r->state == TOK__CALL) return tok__append(&r->call, s, n);
+    if (r->state == TOK__CALL) return tok_text_append(&r->call, s, n);
     if (r->state == TOK__CONTENT) {
         for (; r->after_call && n && tok__is_blank(*s); n--) s++;
         if (n) r->after_call = false;
-        return tok__append(&r->content, s, n);
+        return tok_text_append(&r->content, s, n);
     }
     if (r->naming) {
         const char *end = n ? memchr(s, '\n', n) : NULL;
@@ -1965,7 +1976,7 @@ void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, siz
     bool named = false;                               // a line ends after position i: the thought has its name
     while (n-- > 0) {
         if (prompt[n] < 0 || prompt[n] >= t->n_tokens) continue;
-        if (t->kind[prompt[n]] == TOK__HIDDEN) {
+        if (t->kind[prompt[n]] == TOK_KIND_HIDDEN) {
             if (prompt[n] != t->channel_open) return;
             r->state = TOK__THOUGHT;
             r->naming = !named;
@@ -2005,7 +2016,7 @@ int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id) {
     if (in_call && id == t->quote) {
         const char delimiter = (char)TOK__DELIMITER;
         if (tok__reply_enter(t, r, TOK__CALL) < 0) return -1;
-        return tok__append(&r->call, &delimiter, 1) ? 0 : tok__fail(t, "out of memory for a reply");
+        return tok_text_append(&r->call, &delimiter, 1) ? 0 : tok__fail(t, "out of memory for a reply");
     }
     const size_t n = tok_stream_push(t, &r->stream, id, id == t->quote, r->piece.s, r->piece.cap);
     return tok__reply_text(r, r->piece.s, n) ? 0 : tok__fail(t, "out of memory for a reply");

@@ -1019,7 +1019,7 @@ static int verb_ppl(const char *model, const Ops *ops, ModelOptions o, PplOption
     if (!ops->logprob) die("ppl: the %s backend has no operation logprob", ops->name);
     load_model(m, model, ops, ppl_plan(o, p), NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    if (tok.bos >= 0 && tok__push(&tok, &ids, tok.bos) < 0) die("%s", tok.err);
+    if (tok.bos >= 0 && tok_push_id(&tok, &ids, tok.bos) < 0) die("%s", tok.err);
     if (tok_encode(&tok, text, n_text, mode, &ids) < 0) die("-f: %s", tok.err);
     if (ids.n < (size_t)ppl_chunk(p) || ids.n > INT_MAX)
         die("-f: expected a text of at least %d ids (one chunk), got %zu; try a longer text or a smaller -c", ppl_chunk(p),

@@ -53,7 +53,7 @@ static size_t count_messages(const TokText *messages, const char *role) {       
 
 // Appends one message, given as JSON.
 static void append_message(TokText *list, TokStr json) {
-    if (!tok__open_list(list, json.n + 1) || !tok__append(list, json.s, json.n) || !tok__append(list, "]", 1))
+    if (!tok_open_list(list, json.n + 1) || !tok_text_append(list, json.s, json.n) || !tok_text_append(list, "]", 1))
         die("out of memory for a conversation");
 }
 
@@ -86,7 +86,7 @@ static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids) {
     if (status || !cue || c->options.think_budget) return status;
     TokReply open = { 0 };                             // if the cue opens a thought, closes it
     tok_reply_start(t, &open, ids->ids, ids->n);
-    if (tok_reply_thinks(&open)) status = tok__push(t, ids, t->channel_close);
+    if (tok_reply_thinks(&open)) status = tok_push_id(t, ids, t->channel_close);
     tok_reply_free(&open);
     return status;
 }
@@ -287,7 +287,7 @@ static bool load_messages(Chat *c, const char *path) {
     FILE *f = fopen(path, "rb");
     int err = f ? 0 : errno;
     for (size_t n; !err && (n = fread(block, 1, sizeof block, f)) > 0; ) {
-        err = tok__append(&text, block, n) ? 0 : ENOMEM;
+        err = tok_text_append(&text, block, n) ? 0 : ENOMEM;
         if (text.n > MAX_FILE) err = EFBIG;
     }
     if (!err && ferror(f)) err = errno;
@@ -343,10 +343,10 @@ static bool add_result(Chat *c, TokStr text) {
     }
     TokText m = { 0 };
     const bool is_object = gguf_json_parse(text.s, text.n, &object, &at, &err) == 0 && object.type == GGUF_J_OBJECT;
-    bool ok = tok__append(&m, "{\"role\":\"tool\",\"tool_call_id\":", 30) && tok__append(&m, id.s, id.n) &&
-              tok__append(&m, ",\"content\":", 11);
-    ok = ok && (is_object ? tok__append(&m, object.s, object.n) : tok_add_json_string(&m, text) == 0);
-    if (!ok || !tok__append(&m, "}", 1)) die("out of memory for a conversation");
+    bool ok = tok_text_append(&m, "{\"role\":\"tool\",\"tool_call_id\":", 30) && tok_text_append(&m, id.s, id.n) &&
+              tok_text_append(&m, ",\"content\":", 11);
+    ok = ok && (is_object ? tok_text_append(&m, object.s, object.n) : tok_add_json_string(&m, text) == 0);
+    if (!ok || !tok_text_append(&m, "}", 1)) die("out of memory for a conversation");
     append_message(&c->messages, (TokStr){ m.s, m.n });
     tok_text_free(&m);
     if (waiting == 1) return answer(c);
@@ -451,7 +451,7 @@ static int chat_loop(Chat *c, TokStr first, const char *history) {
             continue;
         }
         interrupts = 0;
-        if (!text.n || !tok__append(&text, "", 1)) continue;         // ends it with a NUL
+        if (!text.n || !tok_text_append(&text, "", 1)) continue;         // ends it with a NUL
         text.n--;
         remember_line(text.s);
         if (text.s[0] == '/' && text.s[1] != '/') more = command(c, text.s);

@@ -269,7 +269,7 @@ API void score_prompt(Session *s, Model *scorer, const int32_t *ids, int n, int 
 
 // Appends an id. Dies if memory is out.
 static inline void push_id(Tokenizer *t, TokIds *ids, int32_t id) {
-    if (tok__push(t, ids, id) < 0) die("%s", t->err);
+    if (tok_push_id(t, ids, id) < 0) die("%s", t->err);
 }
 
 static inline int same_ids(const TokIds *a, const TokIds *b) {       // how many are equal at the beginning

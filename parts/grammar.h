@@ -215,7 +215,7 @@ static int keep_text(Grammar *g, const char *s, size_t n) {
     const size_t at = g->text.n;
     if (n > GRAMMAR_TEXT - at)
         return grammar_fail(g, "grammar: expected at most %d bytes of literals and names", GRAMMAR_TEXT);
-    if (!tok__append(&g->text, s, n)) return grammar_fail(g, "grammar: out of memory");
+    if (!tok_text_append(&g->text, s, n)) return grammar_fail(g, "grammar: out of memory");
     return (int)at;
 }
 
@@ -448,7 +448,7 @@ static TokStr read_name(Reader *r) {
 static uint32_t read_hex(Reader *r, int digits) {
     uint32_t x = 0;
     for (int i = 0; i < digits; i++, r->i++) {
-        const int d = peek(r) < 0 ? -1 : tok__hex((unsigned char)peek(r));
+        const int d = peek(r) < 0 ? -1 : tok_hex_digit((unsigned char)peek(r));
         if (d < 0) return (uint32_t)reader_fail(r, "expected %d hexadecimal digits", digits);
         x = x << 4 | (uint32_t)d;
     }
@@ -458,7 +458,7 @@ static uint32_t read_hex(Reader *r, int digits) {
 
 static uint32_t read_char(Reader *r) {                 // check_text() has checked that the text is UTF-8
     uint32_t c = 0;
-    r->i += (size_t)tok__utf8((const unsigned char *)r->s + r->i, r->n - r->i, &c);
+    r->i += (size_t)tok_read_utf8((const unsigned char *)r->s + r->i, r->n - r->i, &c);
     return c;
 }
 
@@ -527,10 +527,10 @@ static int read_token(Reader *r) {                     // <text> or <[id]>
     } else {
         for (id = t->n_tokens - 1; id >= 0; id--) {
             const TokStr piece = tok_piece(t, id, true);
-            if (t->kind[id] == TOK__HIDDEN && piece.n == text.n && memcmp(piece.s, text.s, text.n) == 0) break;
+            if (t->kind[id] == TOK_KIND_HIDDEN && piece.n == text.n && memcmp(piece.s, text.s, text.n) == 0) break;
         }
     }
-    if (id < 0 || id >= t->n_tokens || t->kind[id] != TOK__HIDDEN)
+    if (id < 0 || id >= t->n_tokens || t->kind[id] != TOK_KIND_HIDDEN)
         return reader_fail(r, "expected a control token, got %.*s", (int)(text.n < 40 ? text.n : 40), text.s);
     return expr_token(r->g, id);
 }
@@ -625,7 +625,7 @@ static bool check_text(Grammar *g, const char *what, const char *s, size_t n) {
     uint32_t c;
     if (n > GRAMMAR_SOURCE) return grammar_fail(g, "%s: expected at most %d bytes, got %zu", what, GRAMMAR_SOURCE, n);
     for (size_t i = 0; i < n; ) {
-        const int len = tok__utf8((const unsigned char *)s + i, n - i, &c);
+        const int len = tok_read_utf8((const unsigned char *)s + i, n - i, &c);
         if (len <= 0) return grammar_fail(g, "%s: byte %zu: expected UTF-8", what, i);
         i += (size_t)len;
     }

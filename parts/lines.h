@@ -131,7 +131,7 @@ static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText
         return LINE_INTERRUPTED;
     }
     if (!edited) return LINE_END;
-    const bool ok = tok__append(line, edited, strlen(edited));
+    const bool ok = tok_text_append(line, edited, strlen(edited));
     if (!ok) die("out of memory for a line");
     free(edited);
     return LINE_TEXT;
@@ -145,7 +145,7 @@ static LineKind take_line(const sigset_t *unblocked, TokText *line) {
     for (const size_t start = line->n; ; ) {
         const char *end = memchr(buffer + at, '\n', n - at);
         const size_t got = end ? (size_t)(end - buffer) - at : n - at;
-        if (!tok__append(line, buffer + at, got)) die("out of memory for a line");
+        if (!tok_text_append(line, buffer + at, got)) die("out of memory for a line");
         at += got + (end != NULL);
         if (end) return LINE_TEXT;
         if (!wait_for_input(unblocked)) return LINE_INTERRUPTED;

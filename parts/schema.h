@@ -294,7 +294,7 @@ static int expr_quoted(Grammar *g, TokStr s) {         // a string in a call
 // A key. In a call it is quoted only if the parser of calls would misread it without quotes.
 static int expr_key(Grammar *g, TokStr s, bool call) {
     if (!call) return expr_json_string(g, s);
-    bool bare = s.n > 0 && !memchr(s.s, ':', s.n) && !strchr("\"}],", s.s[0]) && tok__trim(s).n == s.n;
+    bool bare = s.n > 0 && !memchr(s.s, ':', s.n) && !strchr("\"}],", s.s[0]) && tok_trim(s).n == s.n;
     for (size_t i = 0; i < s.n; i++) bare &= (unsigned char)s.s[i] > 0x20;
     return bare ? expr_text(g, s.s, s.n) : expr_quoted(g, s);
 }
@@ -841,13 +841,13 @@ typedef struct { TokStr name; const char *at; GgufJson schema[4]; int n; bool re
 
 static int by_template_order(const void *a, const void *b) {           // the order of keys in tool calls
     const Property *x = a, *y = b;
-    return tok__compare_keys(x->name, y->name, true);
+    return tok_compare_keys(x->name, y->name, true);
 }
 
 static Property *find_property(Schema *sc, Property *p, int *n, const GgufJson *key) {
     const TokStr name = json_chars(sc->g, key);
     for (int i = 0; i < *n; i++)
-        if (tok__compare_keys(p[i].name, name, false) == 0) {
+        if (tok_compare_keys(p[i].name, name, false) == 0) {
             free((void *)(uintptr_t)name.s);
             return &p[i];
         }
@@ -916,7 +916,7 @@ static int expr_other_member(Schema *sc, const Property *p, int n, GgufJson sche
     for (int i = 0; i < n; i++) {
         int k = 0;
         for (size_t at = 0; at < p[i].name.n && k < GRAMMAR_NESTING; k++) {
-            const int len = tok__utf8((const unsigned char *)p[i].name.s + at, p[i].name.n - at, &names[i].c[k]);
+            const int len = tok_read_utf8((const unsigned char *)p[i].name.s + at, p[i].name.n - at, &names[i].c[k]);
             at += len > 0 ? (size_t)len : p[i].name.n;
         }
     }
@@ -1094,7 +1094,7 @@ static bool objects_overlap(Schema *sc, const Parts *a, const Parts *b, int dept
         for (int i = 0; i < n[!k]; i++) {
             const Property *want = &of[!k][i], *have = of[k];
             if (!want->required) continue;
-            while (have < of[k] + n[k] && tok__compare_keys(have->name, want->name, false) != 0) have++;
+            while (have < of[k] + n[k] && tok_compare_keys(have->name, want->name, false) != 0) have++;
             if (have == of[k] + n[k]) misses[k] = true;
             else if (have->required && have->n == 1 && want->n == 1)
                 disjoint |= !may_overlap(sc, &(SchemaItem){ .n = 0 }, &have->schema[0], &want->schema[0], depth + 1);
@@ -1219,7 +1219,7 @@ static int expr_tool(Grammar *g, const GgufJson *tool, int number, const char *w
     if (wanted && !gguf_json_is(&name, wanted)) return 0;
     *found = true;
     const TokStr s = json_chars(g, &name);
-    bool plain = s.n > 0 && !memchr(s.s, '{', s.n) && tok__trim(s).n == s.n;
+    bool plain = s.n > 0 && !memchr(s.s, '{', s.n) && tok_trim(s).n == s.n;
     for (size_t i = 0; i < s.n; i++) plain &= (unsigned char)s.s[i] >= 0x20;
     if (!plain)
         grammar_fail(g, "tools[%d]: expected a name without '{', control characters or surrounding blanks", number);

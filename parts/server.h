@@ -87,7 +87,7 @@ static void need_http(void) {}
 // put() appends numbers, strings and pieces of JSON to a text. Strings that may not be UTF-8 are repaired.
 
 static void append(TokText *out, const char *s, size_t n) {
-    if (!tok__append(out, s, n)) die("out of memory for %zu bytes of an answer", n);
+    if (!tok_text_append(out, s, n)) die("out of memory for %zu bytes of an answer", n);
 }
 
 static TokStr str(const char *s) { return (TokStr){ s, strlen(s) }; }
@@ -98,7 +98,7 @@ static void put_string(TokText *out, TokStr s) {
     size_t start = 0;                                  // of the bytes that are UTF-8 and not copied yet
     uint32_t cp;
     for (size_t i = 0; i < s.n; ) {
-        const int n = tok__utf8((const unsigned char *)s.s + i, s.n - i, &cp);
+        const int n = tok_read_utf8((const unsigned char *)s.s + i, s.n - i, &cp);
         i += n > 0 ? (size_t)n : 1;
         if (n > 0) continue;
         append(&clean, s.s + start, i - 1 - start);
@@ -747,7 +747,7 @@ static void remember(Server *srv, const Job *job, const char *id) {
     replay->ids.n = 0;
     snprintf(replay->id, sizeof replay->id, "%s", id);
     for (size_t i = first ? first - 1 : 0; first && i < job->said.n; i++)
-        if (tok__push(srv->t, &replay->ids, job->said.ids[i]) < 0) die("out of memory for a call");
+        if (tok_push_id(srv->t, &replay->ids, job->said.ids[i]) < 0) die("out of memory for a call");
 }
 
 static void add_calls(Server *srv, Job *job, const TokReply *r) {
@@ -793,7 +793,7 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     append(&job->content, e->content.s, e->content.n);
     append(&job->thought, e->thought.s, e->thought.n);
     for (int i = 0; i < e->n_ids && srv->t->call_open >= 0; i++)
-        if (tok__push(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
+        if (tok_push_id(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
     add_calls(srv, job, session_reply(slot->s));
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
@@ -1105,14 +1105,14 @@ static TokIds recall(Server *srv, const char *id) {
     for (int i = 0; i < REPLAYS && !ids.n; i++)
         if (srv->replays[i].ids.n && !strcmp(srv->replays[i].id, id))
             for (size_t k = 0; k < srv->replays[i].ids.n; k++)
-                if (tok__push(srv->t, &ids, srv->replays[i].ids.ids[k]) < 0) die("out of memory for a call");
+                if (tok_push_id(srv->t, &ids, srv->replays[i].ids.ids[k]) < 0) die("out of memory for a call");
     pthread_mutex_unlock(&srv->lock);
     return ids;
 }
 
 static void push_ids(Tokenizer *t, TokIds *to, const int32_t *ids, size_t n) {
     for (size_t i = 0; i < n; i++)
-        if (tok__push(t, to, ids[i]) < 0) die("%s", t->err);
+        if (tok_push_id(t, to, ids[i]) < 0) die("%s", t->err);
 }
 
 // A prompt has the calls of its messages in the form of the template. The model may have written them in another form,
@@ -1178,11 +1178,11 @@ static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
                       "add_generation_prompt: expected false with continue_final_message");
     for (; gguf_json_next(&rest, NULL, &m); last = m)
         if (is_given(&last)) append_message(&b->messages, (TokStr){ last.s, last.n });
-    const bool calls = (gguf_json_get(&last, "tool_calls", &v) && tok__is_set(&v)) ||
-                       (gguf_json_get(&last, "tool_responses", &v) && tok__is_set(&v));
+    const bool calls = (gguf_json_get(&last, "tool_calls", &v) && tok_json_is_set(&v)) ||
+                       (gguf_json_get(&last, "tool_responses", &v) && tok_json_is_set(&v));
     const bool text = gguf_json_get(&last, "content", &v) && append_content(&b->answer, &v) && b->answer.n;
-    const bool thought = (gguf_json_get(&last, "reasoning", &v) && tok__is_set(&v)) ||
-                         (gguf_json_get(&last, "reasoning_content", &v) && tok__is_set(&v));
+    const bool thought = (gguf_json_get(&last, "reasoning", &v) && tok_json_is_set(&v)) ||
+                         (gguf_json_get(&last, "reasoning_content", &v) && tok_json_is_set(&v));
     if (!has_role(&last, "assistant") || calls || !text || (thought && !append_content(&b->thought, &v)))
         return refuse(f, 400, "messages", "messages: continue_final_message: expected the last message to be the "
                       "assistant's, with text and without calls");
@@ -1240,7 +1240,7 @@ static void put_piece(TokText *out, TokStr piece) {
     uint32_t cp;
     int n = 1;
     for (size_t i = 0; i < piece.n && n > 0; i += (size_t)n)
-        n = tok__utf8((const unsigned char *)piece.s + i, piece.n - i, &cp);
+        n = tok_read_utf8((const unsigned char *)piece.s + i, piece.n - i, &cp);
     append(&bytes, "bytes:", 6);
     for (size_t i = 0; n <= 0 && i < piece.n; i++) {
         char hex[8];
@@ -1344,7 +1344,7 @@ static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds
         if (v.type != GGUF_J_NUMBER || !gguf_json_int(&v, 0, x->t.n_tokens - 1, &id))
             return refuse(&x->fault, 400, name, "%s[%zu]: expected a token id from 0 to %d", name, i,
                           x->t.n_tokens - 1);
-        if (tok__push(&x->t, ids, (int32_t)id) < 0) die("%s", x->t.err);
+        if (tok_push_id(&x->t, ids, (int32_t)id) < 0) die("%s", x->t.err);
     }
     return true;
 }
@@ -1366,7 +1366,7 @@ static bool plain_ask(Exchange *x, const Request *r) {
     } else if (first.type == GGUF_J_STRING) {
         size_t n;
         char *text = copy_string(&first, &n);
-        const bool ok = (x->t.bos < 0 || tok__push(&x->t, &job->ids, x->t.bos) == 0) &&
+        const bool ok = (x->t.bos < 0 || tok_push_id(&x->t, &job->ids, x->t.bos) == 0) &&
                         tok_encode(&x->t, text, n, TOK_PLAIN, &job->ids) == 0;
         free(text);
         if (!ok) return refuse(&x->fault, 400, "prompt", "prompt: %s", x->t.err);
@@ -2410,7 +2410,7 @@ static void route_tokenize(Exchange *x) {
         return;
     }
     char *text = copy_string(&r.content, &n);
-    const bool ok = (!r.add_special || x->t.bos < 0 || tok__push(&x->t, &ids, x->t.bos) == 0) &&
+    const bool ok = (!r.add_special || x->t.bos < 0 || tok_push_id(&x->t, &ids, x->t.bos) == 0) &&
                     tok_encode(&x->t, text, n, r.parse_special ? TOK_SPECIAL : TOK_PLAIN, &ids) == 0;
     free(text);
     put(&out, "{'tokens':[");
@@ -2690,7 +2690,7 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
     if (*n) {
         if (seconds() - x->started > BODY_SECONDS) return MHD_NO;
         x->too_large |= x->body.n + *n > srv->o.max_body;
-        if (!x->too_large && !x->fault.status && !tok__append(&x->body, data, *n)) return MHD_NO;
+        if (!x->too_large && !x->fault.status && !tok_text_append(&x->body, data, *n)) return MHD_NO;
         *n = 0;
         return MHD_YES;
     }

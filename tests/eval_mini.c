@@ -362,7 +362,7 @@ static bool loops(const int32_t *ids, int n) {
 static bool is_utf8(const TokText *text, bool cut) {   // cut: it may end within a character
     for (size_t i = 0; i < text->n; ) {
         uint32_t cp;
-        const int len = tok__utf8((const unsigned char *)text->s + i, text->n - i, &cp);
+        const int len = tok_read_utf8((const unsigned char *)text->s + i, text->n - i, &cp);
         if (len <= 0) return len < 0 && cut;
         i += (size_t)len;
     }
@@ -395,7 +395,7 @@ static void texts(int n_texts, int n_ids) {
             for (int i = 0; i < e.n_ids; i++) {
                 const TokStr piece = tok_piece(&t.tok, e.ids[i], false);
                 push_id(s.t, &said, e.ids[i]);
-                if (!tok__append(&text, piece.s, piece.n)) die("out of memory");
+                if (!tok_text_append(&text, piece.s, piece.n)) die("out of memory");
             }
         }
         bad += !is_utf8(&text, e.end == END_LENGTH);

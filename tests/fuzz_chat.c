@@ -12,7 +12,7 @@ static Tokenizer t;                     // the small vocabulary, for every input
 static void check_utf8(const TokText *v, size_t from) {
     uint32_t cp;
     for (size_t i = from; i < v->n; ) {
-        const int len = tok__utf8((unsigned char *)v->s + i, v->n - i, &cp);
+        const int len = tok_read_utf8((unsigned char *)v->s + i, v->n - i, &cp);
         NEED(len > 0);
         i += (size_t)len;
     }
@@ -89,7 +89,7 @@ typedef struct { const uint8_t *s; size_t n, i; } Bytes;
 
 static unsigned draw(Bytes *b, unsigned n) { return b->i < b->n ? b->s[b->i++] % n : 0; }
 
-static void put(TokText *out, const char *s) { NEED(tok__append(out, s, strlen(s))); }
+static void put(TokText *out, const char *s) { NEED(tok_text_append(out, s, strlen(s))); }
 
 static void put_string(TokText *out, Bytes *b) {
     const char *parts[] = { "a", " ", "<|turn>", "<turn|>", "<|\\\"|>", "<channel|>", "<|channel>thought\\n", "\\u00e9",

@@ -26,9 +26,9 @@ static void write_call(bool space) {
     TokIds *ids = &srv.replays[0].ids;
     ids->n = 0;
     strcpy(srv.replays[0].id, "i");
-    NEED(tok__push(&t, ids, t.call_open) == 0 && tok_encode(&t, space ? "call:f{a: 1}" : "call:f{a:1}", space ? 12 : 11,
+    NEED(tok_push_id(&t, ids, t.call_open) == 0 && tok_encode(&t, space ? "call:f{a: 1}" : "call:f{a:1}", space ? 12 : 11,
                                                             TOK_PLAIN, ids) == 0 &&
-         tok__push(&t, ids, t.call_close) == 0);
+         tok_push_id(&t, ids, t.call_close) == 0);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {

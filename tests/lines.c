@@ -17,7 +17,7 @@
 typedef struct { char *s; size_t n, cap; } TokText;    // as in tokenizer.h
 static volatile sig_atomic_t interrupted;
 
-static bool tok__append(TokText *v, const char *s, size_t n) {
+static bool tok_text_append(TokText *v, const char *s, size_t n) {
     if (v->n + n > v->cap) {
         char *more = realloc(v->s, v->cap = 2 * (v->n + n));
         if (!more) return false;
@@ -52,7 +52,7 @@ int main(int argc, char **argv) {
             continue;
         }
         printf("got [%.*s] numbers: %s\n", (int)text.n, text.s, setlocale(LC_NUMERIC, NULL));
-        if (!text.n || !tok__append(&text, "", 1)) continue;         // appends a NUL
+        if (!text.n || !tok_text_append(&text, "", 1)) continue;         // appends a NUL
         remember_line(text.s);
     }
     free(text.s);

@@ -42,7 +42,7 @@ static void split_prefill(TokStr s, TokChat *c) {
     if (end) c->answer = str(end + strlen(close));
 }
 
-static void put(TokText *out, const char *s) { if (!tok__append(out, s, strlen(s))) exit(1); }
+static void put(TokText *out, const char *s) { if (!tok_text_append(out, s, strlen(s))) exit(1); }
 
 // The prompt of an answer that is begun must be that of the whole answer without its end. Of the large variant's, with thinking
 // off, the empty thought of the cue is left out first.
@@ -75,7 +75,7 @@ static void check_begun(Tokenizer *t, const TokChat *whole, TokStr before, TokSt
 
 static TokText cut_list(const GgufJson *list, const char *end) {      // what of it is before end
     TokText out = { 0 };
-    if (!tok__append(&out, list->s, (size_t)(end - list->s))) exit(1);
+    if (!tok_text_append(&out, list->s, (size_t)(end - list->s))) exit(1);
     put(&out, "]");
     return out;
 }
@@ -158,7 +158,7 @@ static int push(Tokenizer *t, TokReply *r, int32_t id) {
         uint32_t cp;
         int len = 1;
         for (size_t i = k ? thought : content; i < v->n && len > 0; i += (size_t)len)
-            len = tok__utf8((unsigned char *)v->s + i, v->n - i, &cp);
+            len = tok_read_utf8((unsigned char *)v->s + i, v->n - i, &cp);
         if (len <= 0) CHECK(false, "push: half a character");
     }
     return rc;
@@ -627,7 +627,7 @@ static void test_round_trip(Tokenizer *t) {
             put(&arguments[i], "}");
             if (i) put(&messages, ",");
             put(&messages, "{\"function\":{\"name\":\"f.g-1\",\"arguments\":");
-            if (rnd(2)) tok__append(&messages, arguments[i].s, arguments[i].n);
+            if (rnd(2)) tok_text_append(&messages, arguments[i].s, arguments[i].n);
             else tok_add_json_string(&messages, text_of(&arguments[i]));
             put(&messages, "}}");
         }

@@ -611,7 +611,7 @@ static void test_acceptance(const char *question, int n_ids, int depth, const do
     int32_t said[MOST + 1] = { 0 }, drafts[MOST][ALL];
     int right[ALL] = { 0 }, tried[ALL] = { 0 }, n = 0;
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    tok__push(&tok, &prompt, tok.bos);
+    tok_push_id(&tok, &prompt, tok.bos);
     snprintf(text, sizeof text, "<|turn>user\n%s<turn|>\n<|turn>model\n", question);
     if (tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &prompt) < 0) die("%s", tok.err);
     run_prompt(m, 0, prompt.ids, (int)prompt.n);

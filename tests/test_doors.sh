@@ -25,7 +25,7 @@ caller() { # caller PART HEADER...: includes what every caller sees, then these,
     part=$1
     shift
     {
-        printf '#define _GNU_SOURCE\n#define TOKENIZER_IMPLEMENTATION\n'
+        printf '#define _GNU_SOURCE\n'
         for header in $seen "$@" "parts/$part"; do echo "#include \"$header\""; done
         printf '%s\n' "$extra"
     } >"$tmp/caller.c"

@@ -481,7 +481,7 @@ static void test_acceptance(ModelOptions o, int n_ids, int depth) {
     TokIds prompt = { 0 };
     int32_t said[MOST + DEPTH] = { 0 }, drafts[MOST][DEPTH];
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
-    tok__push(&tok, &prompt, tok.bos);
+    tok_push_id(&tok, &prompt, tok.bos);
     if (tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &prompt) < 0) die("%s", tok.err);
     int n = 0;
     said[n++] = answer_prompt(m, prompt.ids, (int)prompt.n);

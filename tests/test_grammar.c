@@ -61,7 +61,7 @@ static void check_texts(Grammar *g, const char *what, const char *const *texts) 
         uint32_t c;
         bool utf8 = true;                              // of anything else tokens make other bytes
         for (size_t i = 0; utf8 && s[i]; ) {
-            const int len = tok__utf8((const unsigned char *)s + i, strlen(s + i), &c);
+            const int len = tok_read_utf8((const unsigned char *)s + i, strlen(s + i), &c);
             utf8 = len > 0;
             i += utf8 ? (size_t)len : 0;
         }
@@ -452,7 +452,7 @@ static bool draw_text(Grammar *g, TokIds *ids, TokText *text, GrammarStart how) 
         append(ids, id);
         done = tok_is_stop(&t, id);
         const TokStr piece = tok_piece(&t, id, true);
-        if (!done) tok__append(text, piece.s, piece.n);
+        if (!done) tok_text_append(text, piece.s, piece.n);
         grammar_keep_states(g, &s, 1);
     }
     free(mask);
@@ -810,7 +810,7 @@ void __cyg_profile_func_enter(void *function, void *from) { (void)function, (voi
 void __cyg_profile_func_exit(void *function, void *from) { (void)function, (void)from; }
 
 static void add_text(TokText *out, const char *s) {
-    if (!tok__append(out, s, strlen(s))) exit(1);
+    if (!tok_text_append(out, s, strlen(s))) exit(1);
 }
 
 // What is meant to take long, much memory or deep recursion is refused or done, without many calls.

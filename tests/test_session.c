@@ -79,7 +79,7 @@ static void put_file(const char *path, const void *bytes, size_t n) {
 static SessionNote some_note(void) {
     SessionNote note = { .seed = 0x123456789abcdefu, .n_skipped = 3, .raw = true };
     const char *json = "[{\"role\":\"user\",\"content\":\"hi\"}]";
-    if (!tok__append(&note.messages, json, strlen(json))) must(NULL);
+    if (!tok_text_append(&note.messages, json, strlen(json))) must(NULL);
     static int32_t pending[2] = { 5, 6 };
     note.pending = (TokIds){ .ids = pending, .n = 2 };
     return note;
