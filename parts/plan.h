@@ -67,121 +67,173 @@ static void plan_caches(Model *m, Arena *a) {
     m->plan.staging = a->used - before;
 }
 
-// The buffers of a step of at most n rows and n_out output rows that have to last from one layer to the next. Steps of
-// prompts and other steps may have their own (ModelOptions.interleave).
-static void plan_stream(const Model *m, Arena *a, State *s, size_t n, size_t n_out) {
-    const Config *c = &m->config;
-    const size_t dim = (size_t)c->dim, ple = (size_t)c->n_layers * (size_t)c->ple_dim, f = sizeof(float);
-    s->rows = take(a, n, sizeof(Row));
-    s->out_rows = take(a, n_out, sizeof(Row));
-    s->segs = take(a, (size_t)m->options.n_seqs, sizeof(Segment));
-    s->out_index = take(a, n_out, sizeof(int32_t));
-    for (int i = 0; i < 2; i++) s->x[i] = take(a, n * dim, f);
-    s->y = take(a, n * dim, f);
-    s->mlp = take(a, n * dim, f);
-    s->moe = c->n_experts ? take(a, n * dim, f) : NULL;
-    s->ple = ple ? take(a, n * ple, f) : NULL;
-    s->ple_out = ple ? take(a, n_out * ple, f) : NULL;
-    s->logits = take(a, n_out * (size_t)c->vocab, f);
-    s->hidden = take(a, n_out * dim, f);
-    const size_t taps = (size_t)m->taps.n * (size_t)m->drafter->config.dim;
-    s->tapped = taps ? take(a, n * taps, f) : NULL;
-}
+// ---- the buffers of State ----
 
-// What sampling and verification need. The arrays from s->walked on follow each other: one copy reads a StepResult.
-static void plan_sampling(const Model *m, Arena *a, State *s) {
-    const ModelOptions *o = &m->options;
-    const size_t n_seqs = (size_t)o->n_seqs, n_out = (size_t)o->n_logits, f = sizeof(float);
-    s->len = take(a, n_seqs, sizeof(int32_t));
-    s->n_accept = take(a, n_seqs, sizeof(int32_t));
-    s->path = take(a, n_seqs * STEP_ROWS, sizeof(int32_t));
-    s->last = take(a, 2 * n_seqs, sizeof(int32_t));
-    s->walked = s->last ? s->last + n_seqs : NULL;
-    s->chosen = take(a, n_out, sizeof(int32_t));
-    const size_t n_drafts = o->drafter ? (size_t)o->draft_depth * n_seqs : 0, found = n_drafts * (size_t)o->draft_width;
-    s->next = take(a, n_seqs + found, sizeof(int32_t));
-    s->found_logits = take(a, found, f);
-    s->found_logsumexp = take(a, n_drafts, f);
-    s->token_source = take(a, STEP_ROWS, sizeof(int32_t));
-}
+// What the shapes of buffers are made of. Of those from S_N_EXPERTS on, a 0 means that the model or the options do not
+// need the buffer: it stays NULL.
+typedef enum {
+    S_ONE, S_TWO, S_STREAM_ROWS, S_BATCH_ROWS, S_OUT_ROWS, S_SEQS, S_DRAFTS, S_CANDIDATES, S_NEXT, S_DECODE_ROWS, S_DIM,
+    S_Q_DIM, S_KV_DIM, S_FFN_DIM, S_VOCAB, S_MASK_WORDS, S_PAIRS, S_PAIRS_SWA,
+    S_N_EXPERTS, S_N_USED, S_EXPERT_DIM, S_HAS_EXPERTS, S_PLE_DIM, S_PLE_ROW, S_TAPS_ROW, S_PENALTIES, S_BIAS, S_DUMP,
+    S_SPARSE_ROWS, S_N_BLOCKS, S_N_HEADS, S_KV_HEADS, S_HEAD_DIM, S_SCORING, S_KEYS, N_SIZES
+} Size;
 
-// Activations that one layer writes and reads.
-static void plan_activations(const Model *m, Arena *a, State *s) {
+// The matrices that read an activation decide its forms: f32, int8, or both.
+typedef enum { NOT_READ, BY_ATTN_OUTPUT, BY_FFN_DOWN, BY_EXPERTS_DOWN, BY_PROJ, N_READERS } Readers;
+
+typedef struct {
+    size_t  field, bytes;     // offset in State; of an element
+    Readers readers;          // of an Act; NOT_READ: the field is a pointer
+    Size    shape[4];
+} Buffer;
+
+#define BUFFER(field, type, ...) { offsetof(State, field), sizeof(type), NOT_READ, { __VA_ARGS__ } }
+#define ACTIVATION(field, readers, ...) { offsetof(State, field), 0, readers, { __VA_ARGS__ } }
+
+// What lasts from one layer to the next: prompts have buffers of their own for these, with ModelOptions.interleave.
+static const Buffer stream_buffers[] = {
+    BUFFER(rows, Row, S_STREAM_ROWS),
+    BUFFER(out_rows, Row, S_OUT_ROWS),
+    BUFFER(segs, Segment, S_SEQS),
+    BUFFER(out_index, int32_t, S_OUT_ROWS),
+    BUFFER(x[0], float, S_STREAM_ROWS, S_DIM),
+    BUFFER(x[1], float, S_STREAM_ROWS, S_DIM),
+    BUFFER(y, float, S_STREAM_ROWS, S_DIM),
+    BUFFER(mlp, float, S_STREAM_ROWS, S_DIM),
+    BUFFER(moe, float, S_STREAM_ROWS, S_DIM, S_HAS_EXPERTS),
+    BUFFER(ple, float, S_STREAM_ROWS, S_PLE_ROW),
+    BUFFER(ple_out, float, S_OUT_ROWS, S_PLE_ROW),
+    BUFFER(logits, float, S_OUT_ROWS, S_VOCAB),
+    BUFFER(hidden, float, S_OUT_ROWS, S_DIM),
+    BUFFER(tapped, float, S_STREAM_ROWS, S_TAPS_ROW),
+};
+
+static const Buffer step_buffers[] = {
+    BUFFER(len, int32_t, S_SEQS),
+    BUFFER(n_accept, int32_t, S_SEQS),
+    BUFFER(path, int32_t, S_SEQS, S_DECODE_ROWS),
+    BUFFER(last, int32_t, S_TWO, S_SEQS),                  // the second half is s->walked. From there to
+                                                           // found_logsumexp the
+    BUFFER(chosen, int32_t, S_OUT_ROWS),                 // buffers follow each other: one copy reads a StepResult
+    BUFFER(next, int32_t, S_NEXT),
+    BUFFER(found_logits, float, S_CANDIDATES),
+    BUFFER(found_logsumexp, float, S_DRAFTS),
+    BUFFER(token_source, int32_t, S_DECODE_ROWS),
+    BUFFER(q, float, S_BATCH_ROWS, S_Q_DIM),
+    BUFFER(k, float, S_BATCH_ROWS, S_KV_DIM),
+    BUFFER(v, float, S_BATCH_ROWS, S_KV_DIM),
+    ACTIVATION(att_out, BY_ATTN_OUTPUT, S_BATCH_ROWS, S_Q_DIM),
+    ACTIVATION(ffn, BY_FFN_DOWN, S_BATCH_ROWS, S_FFN_DIM),
+    ACTIVATION(expert, BY_EXPERTS_DOWN, S_BATCH_ROWS, S_N_USED, S_EXPERT_DIM),
+    BUFFER(router, float, S_BATCH_ROWS, S_N_EXPERTS),
+    BUFFER(expert_weights, float, S_BATCH_ROWS, S_N_USED),
+    BUFFER(expert_ids, int32_t, S_BATCH_ROWS, S_N_USED),
+    ACTIVATION(ple_gate, BY_PROJ, S_BATCH_ROWS, S_PLE_DIM),
+    BUFFER(dump[0], float, S_BATCH_ROWS, S_DUMP),
+    BUFFER(dump[1], float, S_BATCH_ROWS, S_DUMP),
+    BUFFER(dump[2], float, S_BATCH_ROWS, S_DUMP),
+    BUFFER(dump[3], float, S_BATCH_ROWS, S_DUMP),
+    BUFFER(dump[4], float, S_BATCH_ROWS, S_DUMP),
+    BUFFER(mask, uint32_t, S_OUT_ROWS, S_MASK_WORDS),
+    BUFFER(params, SampleParams, S_SEQS),
+    BUFFER(counts, int32_t, S_SEQS, S_VOCAB, S_PENALTIES),
+    BUFFER(bias, float, S_SEQS, S_VOCAB, S_BIAS),
+    BUFFER(inv_freq[0], double, S_PAIRS),
+    BUFFER(inv_freq[1], double, S_PAIRS_SWA),
+    BUFFER(blocks.n, int32_t, S_SPARSE_ROWS, S_KV_HEADS),
+    BUFFER(blocks.block, int32_t, S_SPARSE_ROWS, S_KV_HEADS, S_N_BLOCKS),
+    BUFFER(block_means, float, S_SEQS, S_KV_HEADS, S_N_BLOCKS, S_HEAD_DIM),
+    BUFFER(block_scores, float, S_SPARSE_ROWS, S_N_HEADS, S_N_BLOCKS),
+    BUFFER(block_weights, float, S_SPARSE_ROWS, S_KV_HEADS, S_N_BLOCKS),
+    BUFFER(block_count, int64_t, S_TWO, S_N_BLOCKS),
+    BUFFER(probs, float, S_SCORING, S_N_HEADS, S_KEYS),
+    BUFFER(mass, float, S_SCORING, S_KEYS),
+};
+
+// Sizes that follow from the layers and the tensors; and the forms of activations.
+static void layer_sizes(const Model *m, size_t size[N_SIZES], Forms forms[N_READERS]) {
     const Config *c = &m->config;
-    const size_t n = (size_t)m->options.n_batch, n_used = (size_t)c->n_experts_used, f = sizeof(float);
-    size_t q_dim = 0, kv_dim = 0, ffn_dim = 0;
-    Forms att_out = { 0 }, ffn = { 0 }, expert = { 0 }, ple_gate = { 0 };
     for (int l = 0; l < c->n_layers; l++) {
         const LayerConfig *lc = &c->layer[l];
         const LayerWeights *w = &m->weights.layer[l];
-        add_reader(&att_out, &w->attn_output);
-        add_reader(&ffn, &w->ffn_down);
-        add_reader(&expert, &w->ffn_down_exps);
-        add_reader(&ple_gate, &w->proj);
-        q_dim = (size_t)max_int((int)q_dim, c->n_heads * lc->head_dim);
-        kv_dim = (size_t)max_int((int)kv_dim, lc->n_kv_heads * lc->head_dim);
-        ffn_dim = (size_t)max_int((int)ffn_dim, lc->ffn_dim);
+        add_reader(&forms[BY_ATTN_OUTPUT], &w->attn_output);
+        add_reader(&forms[BY_FFN_DOWN], &w->ffn_down);
+        add_reader(&forms[BY_EXPERTS_DOWN], &w->ffn_down_exps);
+        add_reader(&forms[BY_PROJ], &w->proj);
+        size[S_Q_DIM] = (size_t)max_int((int)size[S_Q_DIM], c->n_heads * lc->head_dim);
+        size[S_KV_DIM] = (size_t)max_int((int)size[S_KV_DIM], lc->n_kv_heads * lc->head_dim);
+        size[S_FFN_DIM] = (size_t)max_int((int)size[S_FFN_DIM], lc->ffn_dim);
+        size[S_HEAD_DIM] = (size_t)max_int((int)size[S_HEAD_DIM], lc->head_dim);
+        size[S_KV_HEADS] = (size_t)max_int((int)size[S_KV_HEADS], lc->n_kv_heads);
     }
-    s->q = take(a, n * q_dim, f);
-    s->k = take(a, n * kv_dim, f);
-    s->v = take(a, n * kv_dim, f);
-    s->att_out = take_act(a, att_out, n, q_dim);
-    s->ffn = take_act(a, ffn, n, ffn_dim);
-    if (c->n_experts) {
-        s->expert = take_act(a, expert, n * n_used, c->expert_dim);
-        s->router = take(a, n * (size_t)c->n_experts, f);
-        s->expert_weights = take(a, n * n_used, f);
-        s->expert_ids = take(a, n * n_used, sizeof(int32_t));
-    }
-    if (c->ple_dim) s->ple_gate = take_act(a, ple_gate, n, c->ple_dim);
-    const size_t widest = (size_t)max_int(max_int((int)q_dim, (int)kv_dim), c->dim);
-    for (int i = 0; i < 5; i++) s->dump[i] = m->dump_dir ? take(a, n * widest, f) : NULL;
+    const size_t widest = (size_t)max_int(max_int((int)size[S_Q_DIM], (int)size[S_KV_DIM]), c->dim);
+    size[S_DUMP] = m->dump_dir ? widest : 0;
 }
 
+static void buffer_sizes(const Model *m, size_t size[N_SIZES], Forms forms[N_READERS]) {
+    const Config *c = &m->config;
+    const ModelOptions *o = &m->options;
+    const bool sparse = o->pflash || o->pflash_density;
+    const size_t batch = (size_t)o->n_batch, seqs = (size_t)o->n_seqs, vocab = (size_t)c->vocab;
+    const size_t drafts = o->drafter ? (size_t)o->draft_depth * seqs : 0, candidates = drafts * (size_t)o->draft_width;
+    const size_t sizes[N_SIZES] = {
+        [S_ONE] = 1, [S_TWO] = 2, [S_STREAM_ROWS] = o->interleave ? STEP_ROWS : batch, [S_BATCH_ROWS] = batch,
+        [S_OUT_ROWS] = (size_t)o->n_logits, [S_SEQS] = seqs, [S_DRAFTS] = drafts, [S_CANDIDATES] = candidates,
+        [S_NEXT] = seqs + candidates, [S_DECODE_ROWS] = STEP_ROWS, [S_DIM] = (size_t)c->dim, [S_VOCAB] = vocab,
+        [S_MASK_WORDS] = round_up(vocab, 32) / 32, [S_PAIRS] = (size_t)m->weights.n_pairs[0],
+        [S_PAIRS_SWA] = (size_t)m->weights.n_pairs[1], [S_N_EXPERTS] = (size_t)c->n_experts,
+        [S_N_USED] = c->n_experts ? (size_t)c->n_experts_used : 0, [S_EXPERT_DIM] = (size_t)c->expert_dim,
+        [S_HAS_EXPERTS] = c->n_experts > 0, [S_PLE_DIM] = (size_t)c->ple_dim,
+        [S_PLE_ROW] = (size_t)c->n_layers * (size_t)c->ple_dim,
+        [S_TAPS_ROW] = (size_t)m->taps.n * (size_t)m->drafter->config.dim, [S_PENALTIES] = o->penalties, [S_BIAS] = o->bias,
+        [S_SPARSE_ROWS] = sparse ? (batch + SELECT_ROWS - 1) / SELECT_ROWS : 0,
+        [S_N_BLOCKS] = sparse ? (size_t)m->s.blocks.n_blocks : 0, [S_N_HEADS] = (size_t)c->n_heads,
+        [S_SCORING] = o->can_score ? SCORE_ROWS : 0, [S_KEYS] = (size_t)m->s.n_keys };
+    memcpy(size, sizes, sizeof sizes);
+    layer_sizes(m, size, forms);
+}
+
+static void take_buffers(Arena *a, State *s, const Buffer *buffers, size_t n, const size_t *size, const Forms *forms) {
+    for (size_t i = 0; i < n; i++) {
+        const Buffer *b = &buffers[i];
+        char *field = (char *)s + b->field;
+        size_t count = 1, cols = 1;
+        bool absent = false;
+        for (int k = 0; k < 4 && b->shape[k] != S_ONE; k++) {
+            cols = size[b->shape[k]];
+            count *= cols;
+            absent |= !cols && b->shape[k] >= S_N_EXPERTS;
+        }
+        if (b->readers) {
+            const Act act = absent ? (Act){ 0 } : take_act(a, forms[b->readers], count / cols, cols);
+            memcpy(field, &act, sizeof act);
+        } else {
+            void *p = absent ? NULL : take(a, count, b->bytes);
+            memcpy(field, &p, sizeof p);
+        }
+    }
+}
+
+#define N_OF_BUFFERS(list) (sizeof(list) / sizeof *(list))
+
+// Takes all buffers of State, and those that prompts have apart.
 static void plan_state(Model *m, Arena *a) {
-    const Config *c = &m->config;
     const ModelOptions *o = &m->options;
     State *s = &m->s;
-    const size_t n_seqs = (size_t)o->n_seqs, n_out = (size_t)o->n_logits, vocab = (size_t)c->vocab;
-    plan_stream(m, a, s, o->interleave ? STEP_ROWS : (size_t)o->n_batch, n_out);
-    plan_sampling(m, a, s);
-    plan_activations(m, a, s);
-    s->mask = take(a, n_out * round_up(vocab, 32) / 32, sizeof(uint32_t));
-    s->params = take(a, n_seqs, sizeof(SampleParams));
-    s->counts = o->penalties ? take(a, n_seqs * vocab, sizeof(int32_t)) : NULL;
-    s->bias = o->bias ? take(a, n_seqs * vocab, sizeof(float)) : NULL;
-    for (int t = 0; t < 2; t++) s->inv_freq[t] = take(a, (size_t)m->weights.n_pairs[t], sizeof(double));
-}
-
-// What block_select needs, if prompts are sparse.
-static void plan_blocks(Model *m, Arena *a) {
-    const ModelOptions *o = &m->options;
-    State *s = &m->s;
-    size_t kv_heads = 0, head_dim = 0;
-    if (!o->pflash && !o->pflash_density) return;
-    for (int i = 0; i < m->n_caches; i++) {
-        kv_heads = (size_t)max_int((int)kv_heads, m->caches[i].n_kv_heads);
-        head_dim = (size_t)max_int((int)head_dim, m->caches[i].head_dim);
-    }
-    s->blocks.n_blocks = (o->n_ctx + STEP_ROWS + TILE_SLOTS) / SELECT_KEYS + 1;
-    const size_t n_blocks = (size_t)s->blocks.n_blocks, rows = ((size_t)o->n_batch + SELECT_ROWS - 1) / SELECT_ROWS;
-    s->blocks.n = take(a, rows * kv_heads, sizeof(int32_t));
-    s->blocks.block = take(a, rows * kv_heads * n_blocks, sizeof(int32_t));
-    s->block_means = take(a, (size_t)o->n_seqs * kv_heads * n_blocks * head_dim, sizeof(float));
-    s->block_scores = take(a, rows * (size_t)m->config.n_heads * n_blocks, sizeof(float));
-    s->block_weights = take(a, rows * kv_heads * n_blocks, sizeof(float));
-    s->block_count = take(a, 2, sizeof(int64_t));
-}
-
-// What token scoring needs.
-static void plan_scores(Model *m, Arena *a) {
-    const Config *c = &m->config;
-    State *s = &m->s;
-    if (!m->options.can_score) return;
-    m->n_scored = layers_scored(c);
-    s->n_keys = (int)round_up((size_t)m->options.n_ctx + STEP_ROWS, TILE_SLOTS);
-    s->probs = take(a, (size_t)SCORE_ROWS * (size_t)c->n_heads * (size_t)s->n_keys, sizeof(float));
-    s->mass = take(a, (size_t)SCORE_ROWS * (size_t)s->n_keys, sizeof(float));
+    size_t size[N_SIZES];
+    Forms forms[N_READERS] = { { 0 } };
+    s->blocks.n_blocks = o->pflash || o->pflash_density ? (o->n_ctx + STEP_ROWS + TILE_SLOTS) / SELECT_KEYS + 1 : 0;
+    m->n_scored = o->can_score ? layers_scored(&m->config) : 0;
+    s->n_keys = o->can_score ? (int)round_up((size_t)o->n_ctx + STEP_ROWS, TILE_SLOTS) : 0;
+    buffer_sizes(m, size, forms);
+    take_buffers(a, s, stream_buffers, N_OF_BUFFERS(stream_buffers), size, forms);
+    take_buffers(a, s, step_buffers, N_OF_BUFFERS(step_buffers), size, forms);
+    s->walked = s->last ? s->last + o->n_seqs : NULL;
+    m->other.s = *s;
+    if (!o->interleave) return;
+    size[S_STREAM_ROWS] = (size_t)o->n_batch;
+    size[S_OUT_ROWS] = 1;
+    take_buffers(a, &m->other.s, stream_buffers, N_OF_BUFFERS(stream_buffers), size, forms);
 }
 
 static Limits plan_limits(const Model *m) {
@@ -227,10 +279,6 @@ static void plan_memory(Model *m, Arena *a) {
     plan_caches(m, a);
     const size_t before = a->used;
     plan_state(m, a);
-    plan_blocks(m, a);
-    plan_scores(m, a);
-    m->other.s = m->s;
-    if (m->options.interleave) plan_stream(m, a, &m->other.s, (size_t)m->options.n_batch, 1);
     m->plan.activations = a->used - before;
     if (m->drafter->kind != DRAFTER_NONE) plan_drafter(m, a);
     const Limits lim = plan_limits(m);
