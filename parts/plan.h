@@ -75,7 +75,7 @@ typedef enum {
     S_ONE, S_TWO, S_STREAM_ROWS, S_BATCH_ROWS, S_OUT_ROWS, S_SEQS, S_DRAFTS, S_CANDIDATES, S_NEXT, S_DECODE_ROWS, S_DIM,
     S_Q_DIM, S_KV_DIM, S_FFN_DIM, S_VOCAB, S_MASK_WORDS, S_PAIRS, S_PAIRS_SWA,
     S_N_EXPERTS, S_N_USED, S_EXPERT_DIM, S_HAS_EXPERTS, S_PLE_DIM, S_PLE_ROW, S_TAPS_ROW, S_PENALTIES, S_BIAS, S_DUMP,
-    S_SPARSE_ROWS, S_N_BLOCKS, S_N_HEADS, S_KV_HEADS, S_HEAD_DIM, S_SCORING, S_KEYS, N_SIZES
+    S_SPARSE, S_SPARSE_ROWS, S_N_BLOCKS, S_N_HEADS, S_KV_HEADS, S_HEAD_DIM, S_SCORING, S_KEYS, N_SIZES
 } Size;
 
 // The matrices that read an activation decide its forms: f32, int8, or both.
@@ -145,7 +145,7 @@ static const Buffer step_buffers[] = {
     BUFFER(block_means, float, S_SEQS, S_KV_HEADS, S_N_BLOCKS, S_HEAD_DIM),
     BUFFER(block_scores, float, S_SPARSE_ROWS, S_N_HEADS, S_N_BLOCKS),
     BUFFER(block_weights, float, S_SPARSE_ROWS, S_KV_HEADS, S_N_BLOCKS),
-    BUFFER(block_count, int64_t, S_TWO, S_N_BLOCKS),
+    BUFFER(block_count, int64_t, S_TWO, S_SPARSE),
     BUFFER(probs, float, S_SCORING, S_N_HEADS, S_KEYS),
     BUFFER(mass, float, S_SCORING, S_KEYS),
 };
@@ -186,7 +186,7 @@ static void buffer_sizes(const Model *m, size_t size[N_SIZES], Forms forms[N_REA
         [S_HAS_EXPERTS] = c->n_experts > 0, [S_PLE_DIM] = (size_t)c->ple_dim,
         [S_PLE_ROW] = (size_t)c->n_layers * (size_t)c->ple_dim,
         [S_TAPS_ROW] = (size_t)m->taps.n * (size_t)m->drafter->config.dim, [S_PENALTIES] = o->penalties, [S_BIAS] = o->bias,
-        [S_SPARSE_ROWS] = sparse ? (batch + SELECT_ROWS - 1) / SELECT_ROWS : 0,
+        [S_SPARSE] = sparse, [S_SPARSE_ROWS] = sparse ? (batch + SELECT_ROWS - 1) / SELECT_ROWS : 0,
         [S_N_BLOCKS] = sparse ? (size_t)m->s.blocks.n_blocks : 0, [S_N_HEADS] = (size_t)c->n_heads,
         [S_SCORING] = o->can_score ? SCORE_ROWS : 0, [S_KEYS] = (size_t)m->s.n_keys };
     memcpy(size, sizes, sizeof sizes);
