@@ -9,7 +9,7 @@
 // ==== [1] Bench ======================================================================================================
 // ppN runs a prompt of N random tokens; tgN generates N tokens one by one; vsN runs verification steps of N rows, none
 // of which is committed. "@ dN": with N tokens in the context. They are run first; with "(random fill)" the cache is
-// filled with random numbers instead, which takes no time and leaves as many bytes to read. tgN (forced) generates N
+// filled with random numbers instead, which is faster; attention reads as many bytes. tgN (forced) generates N
 // tokens in steps with drafts, of which a given fraction is accepted at random: the text means nothing, the time does.
 // Every test is run once to warm up, then several times: mean and standard deviation of tokens (vsN: rows) per second.
 
@@ -46,7 +46,7 @@ typedef struct {
     int      n_steps, n_made;                          // its steps with drafts; tokens made
 } Bench;
 
-// Makes at least n tokens in steps with drafts, at least one. How many drafts are accepted is random. As in sessions, a
+// Makes at least n tokens, in at least one step with drafts. How many drafts are accepted is random. As in sessions, a
 // step is issued before the host knows the result of the last one.
 static void bench_forced(Bench *b, int n) {
     Model *m = b->m;

@@ -53,14 +53,14 @@ typedef struct Drafter {      // a small second model that drafts tokens for its
     Tensor   fc;                       // (dim, n_taps * dim)
     const float *hidden_norm;          // (dim)
     int      context_start[MAX_SESSIONS];      // token of the session at position 0 of the drafter's context
-    int      n_backlog[MAX_SESSIONS];  // last tokens of the session, whose taps are in the backlog. Those before them, from
-                                       // context_start on, are in the caches
-    int      n_written[MAX_SESSIONS];  // end of the rows ever written, in tokens of the session,
-    int      n_draft_rows[MAX_SESSIONS];       // without the rows of the last block
+    int      n_backlog[MAX_SESSIONS];  // last tokens of the session: their taps are in the backlog. Those before
+                                       // them, from context_start on, are in the caches
+    int      n_written[MAX_SESSIONS];  // end of the rows ever written, in tokens of the session; without
+    int      n_draft_rows[MAX_SESSIONS];       // the rows of the last block
     // buffers in backend memory; n is n_seqs, DFlash: n_seqs * (1 + draft_depth), activations at most STEP_ROWS
     Row     *rows;                     // (n) MTP: row i drafts for segment i of segs
     Segment *segs;                     // (n_seqs)
-    int32_t *of;                       // (n_seqs) the segment of the target's step that a segment drafts for
+    int32_t *target_segs;              // (n_seqs) the segment of the target's step that each segment drafts for
     int32_t *token_order;              // (vocab)
     Act      pair;                     // (n_seqs, 2 * target's dim) embedding and hidden row
     float   *x[2];                     // (n, dim)
@@ -82,7 +82,7 @@ typedef struct Drafter {      // a small second model that drafts tokens for its
     int32_t *backlog_n;                // (1) rows of it
     float   *context;                  // (n_batch, dim)
     float   *k[LAYERS_AT_ONCE], *v[LAYERS_AT_ONCE];    // (n_batch, n_kv_heads * head_dim)
-    struct { Row *rows; Segment *segs; int32_t *of; } uploaded;      // as in Step
+    struct { Row *rows; Segment *segs; int32_t *target_segs; } uploaded;     // as in Step
 } Drafter;
 
 typedef struct StepResult {   // the result of a verification step, on the host
@@ -418,7 +418,7 @@ static void open_drafter(Model *m, const char *path) {
     const size_t n_seqs = (size_t)m->options.n_seqs;
     d->uploaded.rows = alloc_or_die(n_seqs * (1 + (size_t)m->options.draft_depth), sizeof *d->uploaded.rows);
     d->uploaded.segs = alloc_or_die(n_seqs, sizeof *d->uploaded.segs);
-    d->uploaded.of = alloc_or_die(n_seqs, sizeof *d->uploaded.of);
+    d->uploaded.target_segs = alloc_or_die(n_seqs, sizeof *d->uploaded.target_segs);
 }
 
 static void free_drafter(Drafter *d) {
@@ -429,7 +429,7 @@ static void free_drafter(Drafter *d) {
     free(d->order);
     free(d->uploaded.rows);
     free(d->uploaded.segs);
-    free(d->uploaded.of);
+    free(d->uploaded.target_segs);
     gguf_close(&d->gguf);
 }
 
@@ -515,7 +515,7 @@ static void plan_drafter(Model *m, Arena *a) {
         u->dst = bytes ? take(a, bytes, 1) : NULL;
     }
     d->segs = take(a, n, sizeof(Segment));
-    d->of = take(a, n, sizeof(int32_t));
+    d->target_segs = take(a, n, sizeof(int32_t));
     if (d->kind == DRAFTER_MTP) plan_mtp(m, a);
     else plan_dflash(m, a);
     d->ids = m->s.next ? m->s.next + n : NULL;
@@ -616,8 +616,9 @@ static void draft_mtp(Model *m, int n, int depth) {
     const Act pair = act_for(&d->pre_projection, d->pair);
     In stream = { 0 };
     for (int k = 0; k < depth; k++) {
-        Pair begin = { .n_rows = n, .table = &m->weights.token_embd, .scale = sqrtf((float)m->config.dim), .of = d->of,
-                       .tokens = s->next, .token_stride = 1, .hidden = s->hidden, .row = s->last, .out = pair };
+        Pair begin = { .n_rows = n, .table = &m->weights.token_embd, .scale = sqrtf((float)m->config.dim),
+                       .of = d->target_segs, .tokens = s->next, .token_stride = 1, .hidden = s->hidden, .row = s->last,
+                       .out = pair };
         if (k) {                                       // continue from the last pass: its token and hidden row
             multiply(m, n, stream, &d->post_projection, d->hidden);
             begin.of = begin.row = NULL;
@@ -790,7 +791,7 @@ static void draft_dflash(Model *m, int n, int depth) {
     const Weights *w = &d->weights, *target = &m->weights;
     const Tensor *head = w->output.data ? &w->output : target->output.data ? &target->output : &target->token_embd;
     In in = { .x = d->hidden, .scale = 1, .eps = d->config.eps };
-    move_rows(m, n, 1, m->s.next, 1, d->of, &d->rows->token, block * (int)(sizeof(Row) / sizeof(int32_t)));
+    move_rows(m, n, 1, m->s.next, 1, d->target_segs, &d->rows->token, block * (int)(sizeof(Row) / sizeof(int32_t)));
     for (int first = 0; first < n; first += max_blocks) {
         const int n_blocks = min_int(max_blocks, n - first);
         const Batch b = { .rows = d->rows + (size_t)first * (size_t)block, .segs = d->segs, .len = d->len,
@@ -823,12 +824,12 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
     Drafter *d = m->drafter;
     const bool is_block = d->kind == DRAFTER_DFLASH;
     const int rows = is_block ? 1 + depth : 1;         // for each segment
-    Segment of[MAX_SESSIONS];
+    Segment draft_segs[MAX_SESSIONS];
     assert(d->kind != DRAFTER_NONE && n >= 1 && n <= m->step.n_segs && depth >= 1 && depth <= m->options.draft_depth);
     if (!d->weights_uploaded) upload_drafter(m);
     for (int i = 0; i < n; i++) {
         const Segment *seg = &m->step.segs[segs[i]];
-        of[i] = (Segment){ .seq = seg->seq, .first = i * rows, .n = rows, .kind = SEG_CHAIN };
+        draft_segs[i] = (Segment){ .seq = seg->seq, .first = i * rows, .n = rows, .kind = SEG_CHAIN };
         if (!is_block) continue;
         flush_backlog(m, seg->seq, m->len[seg->seq]);
         d->n_draft_rows[seg->seq] = max_int(d->n_draft_rows[seg->seq], rows);
@@ -839,8 +840,8 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
             block[r] = (Row){ .token = d->mask_id, .seg = r / rows, .index = r % rows, .depth = r % rows };
         upload_changes(m, d->rows, d->uploaded.rows, block, (size_t)(n * rows) * sizeof *block);
     }
-    upload_changes(m, d->segs, d->uploaded.segs, of, (size_t)n * sizeof *of);
-    upload_changes(m, d->of, d->uploaded.of, segs, (size_t)n * sizeof *segs);
+    upload_changes(m, d->segs, d->uploaded.segs, draft_segs, (size_t)n * sizeof *draft_segs);
+    upload_changes(m, d->target_segs, d->uploaded.target_segs, segs, (size_t)n * sizeof *segs);
     if (m->ops->begin((StepKey){ .model = m->number + 1, .kind = STEP_DRAFT, .rows = n * rows, .segs = n,
                                  .out_rows = depth })) {
         if (is_block) draft_dflash(m, n, depth);

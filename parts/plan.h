@@ -258,8 +258,8 @@ static Limits plan_limits(const Model *m) {
     return lim;
 }
 
-// Plans everything in backend memory: weights, caches, activations. Called with an empty arena to count bytes, once for
-// each plan that is compared, and in the end once more to assign addresses and upload the weights.
+// Plans everything in backend memory: weights, caches, activations. An arena without memory only counts bytes: so plans
+// are compared. The last call assigns addresses and uploads the weights.
 static void plan_memory(Model *m, Arena *a) {
     const size_t to_upload = m->plan.weights + m->plan.in_host;    // of the last call, which counted
     m->plan = (MemoryPlan){ 0 };
@@ -351,8 +351,9 @@ static size_t plan_budget(const Model *m) {
     return m->options.memory > in_use ? m->options.memory - in_use : 0;
 }
 
-// Chooses n_batch for prompts of up to max_prompt tokens: the largest whose plan, with a context of n_ctx tokens, fits
-// and spends at most 1/16 of the budget on activations.
+// Chooses n_batch for prompts of up to max_prompt tokens: the largest, less than twice max_prompt, whose plan with a
+// context of n_ctx tokens fits and spends at most 1/16 of the budget on activations. If there is none, or the backend
+// reads the weights in the mapped file: SMALL_BATCH.
 static void fit_batch(Model *m, int n_ctx, int max_prompt, size_t budget) {
     for (m->options.n_batch = LARGE_BATCH; m->options.n_batch > SMALL_BATCH; m->options.n_batch /= 2) {
         const size_t needed = fit_context(m, n_ctx, budget);
