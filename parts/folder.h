@@ -140,14 +140,21 @@ static bool hf_tensor_name(const HfConfig *c, GgufStr name, char *out, size_t ro
     const char *p = s;
     for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes && p == s; i++)
         if (!strncmp(s, prefixes[i], strlen(prefixes[i]))) p += strlen(prefixes[i]);
-    for (size_t i = 0; i < sizeof hf_names / sizeof *hf_names; i++)
-        if (!strcmp(p, hf_names[i].hf)) return snprintf(out, room, "%s", hf_names[i].gguf), true;
+    for (size_t i = 0; i < sizeof hf_names / sizeof *hf_names; i++) {
+        if (strcmp(p, hf_names[i].hf)) continue;
+        snprintf(out, room, "%s", hf_names[i].gguf);
+        return true;
+    }
     if (sscanf(p, "layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
-    if (c->dflash && !strcmp(p + end, "post_attention_layernorm.weight"))
-        return snprintf(out, room, "blk.%d.ffn_norm.weight", l), true;
-    for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
-        if (!strcmp(p + end, hf_layer_names[i].hf))
-            return snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf), true;
+    if (c->dflash && !strcmp(p + end, "post_attention_layernorm.weight")) {
+        snprintf(out, room, "blk.%d.ffn_norm.weight", l);
+        return true;
+    }
+    for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++) {
+        if (strcmp(p + end, hf_layer_names[i].hf)) continue;
+        snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf);
+        return true;
+    }
     return false;
 }
 
