@@ -1,17 +1,18 @@
-/* eval_mini.c - what the small models know, measured by the engine on held-out questions and texts.
+/* eval_mini.c - measures what the small models can do, on held-out questions and texts.
  *
  *   build/eval_mini [--short] [--at-least PERCENT] [--kinds A,B] [cache flags] MODEL.gguf [tests/eval_mini.txt]
  *
- * Prints a table per kind of question: how many answers are right, the 95 % interval of that share (Wilson), the loss of the
- * answers in nats per id, and how many of their ids hang on a near tie: best two logits within 0.1. An answer is right when
- * each of its ids is the likeliest after those before it, which is the same as greedy decoding giving the answer; so all its
- * rows run in one step. Then the loss of held-out documents, and the near ties of greedy stories. "needle" asks for one of
- * 1 or 4 codes planted in so many ids of story text; what is asked is not committed, so a text is read once for all its
- * questions. The run fails when facts, arithmetic, thoughts, tasks or tool calls have less than 95 % right (--at-least),
- * other kinds less than 90 %, needles up to 4K less than 98 %; longer needles are only reported. --at-least 0 only reports.
- * --short takes some of the items and needles up to 1K, and lets one of eight be wrong. --kinds takes some kinds of questions
- * only, and of needles, losses, stories and texts what is named. Texts are sampled stories: their bytes are to be UTF-8, and
- * they are not to end in a loop. The flags of the cache are those of gemma4: -ctk -ctv --kv-swa --kv-tail --kv-layout.
+ * Prints a table per kind of question: how many answers are right, the 95 % interval of that rate (Wilson), the loss of
+ * the answers in nats per id, and how many of their ids are near ties (best two logits within 0.1). An answer is right
+ * if each of its ids is the greedy choice after the ids before it, which means that greedy decoding gives the answer;
+ * so all its rows run in one step. Then the loss of held-out documents, and the near ties of greedy stories. "needle"
+ * asks for one of 1 or 4 codes placed in a story text of the given length; questions are not committed, so a text is
+ * read once for all its questions. The run fails if facts, arithmetic, thoughts, tasks or tool calls are less than 95 %
+ * right (--at-least), other kinds less than 90 %, needles up to 4K less than 98 %; longer needles are only reported.
+ * --at-least 0 only reports. --short uses some of the items and needles up to 1K, and allows one wrong answer of eight.
+ * --kinds selects kinds of questions, and of needles, losses, stories and texts. Texts are sampled stories: they must
+ * be UTF-8 and must not end in a loop. The flags of the cache are those of gemma4: -ctk -ctv --kv-swa --kv-tail
+ * --kv-layout.
  *
  * The data comes from tools/make_eval.py. Names and codes of needles come from a fixed random sequence here. */
 #define TESTING
@@ -20,13 +21,13 @@
 #include "test.h"
 
 #ifdef SANITIZED
-enum { SHORT_ITEMS = 2, SHORT_LENGTHS = 1 };           // a step takes thirty times as long
+enum { SHORT_ITEMS = 2, SHORT_LENGTHS = 1 };           // a step takes thirty times as long with a sanitizer
 #else
 enum { SHORT_ITEMS = 8, SHORT_LENGTHS = 2 };
 #endif
 enum { N_BATCH = 256, MAX_ITEMS = 2000, ITEM_PARTS = 4, MAX_IDS = 17000 };
 
-typedef struct { char *part[ITEM_PARTS]; int n_parts; } Item;      // given and wanted texts in turn
+typedef struct { char *part[ITEM_PARTS]; int n_parts; } Item;      // given and expected texts alternate
 
 typedef struct {
     char name[40];
@@ -36,8 +37,8 @@ typedef struct {
 
 static struct {
     bool      is_short;
-    const char *kinds;                 // that are wanted, with commas between; NULL: all
-    double    at_least;                // share of right answers, 0: only report
+    const char *kinds;                 // selected kinds, separated by commas; NULL: all
+    double    at_least;                // required rate of right answers; 0: only report
     Model    *m;
     Tokenizer tok;
     Section   sections[64];
@@ -120,7 +121,7 @@ static void add_text(const char *s, bool wanted) {
     tok_ids_free(&v);
 }
 
-// The larger models get an empty thought before the answer when thinking is off.
+// With thinking off, the larger models get an empty thought before the answer.
 static void add_empty_thought(const char *given) {
     const char *turn = "<|turn>model\n";
     const size_t n = strlen(given), n_turn = strlen(turn);
@@ -128,7 +129,7 @@ static void add_empty_thought(const char *given) {
         add_text("<|channel>thought\n<channel|>", false);
 }
 
-static void add_question(const char *question) {       // as a user's turn, unless it is markup already
+static void add_question(const char *question) {       // as a user's turn, unless it already has markup
     if (!strncmp(question, "<|turn>", 7)) {
         add_text(question, false);
         add_empty_thought(question);
@@ -161,8 +162,9 @@ static void judge_row(int kept, int32_t next, Score *s, bool *right) {
     if (arg != next) *right = false;
 }
 
-// Runs ids [from, n) after the `from` that the session holds and judges the wanted ones. keep: commit them; otherwise they
-// are at most STEP_ROWS, and the session stays as it is. True when all wanted ids are the likeliest.
+// Runs ids [from, n) after the first `from` ids, which the session has, and checks the answer's ids. keep: commits
+// them; otherwise they are at most STEP_ROWS and the session is unchanged. True: all ids of the answer are the greedy
+// choice.
 static bool run_ids(int from, bool keep, Score *s) {
     bool right = true;
     for (int at = from; at < t.n; ) {
@@ -248,15 +250,18 @@ static void key_name(char *name) {                     // two or three syllables
     name[2 * n] = 0;
 }
 
-// n_texts texts of about n_ids ids, each with n_keys codes, all of which are asked for; adds to *all.
+// Asks for all codes in n_texts texts of about n_ids ids, with n_keys codes each; adds the results to *all.
 static void needles(const Section *hay, int n_ids, int n_keys, int n_texts, Score *all) {
     Score score = { 0 };
     for (int k = 0; k < n_texts; k++) {
         char name[4][8], code[4][8], text[160];
-        int at[4];                                     // ids before the key
+        int at[4];                                     // position of the key
         for (int i = 0; i < n_keys; i++) {
             key_name(name[i]);
-            for (int j = 0; j < i; j++) if (!strcmp(name[i], name[j])) key_name(name[i]), j = -1;
+            for (int j = 0; j < i; j++) if (!strcmp(name[i], name[j])) {
+                key_name(name[i]);
+                j = -1;
+            }
             snprintf(code[i], sizeof code[i], "%05d", rnd(100000));
             at[i] = n_keys == 1 ? (int)((k + 0.5) / n_texts * (n_ids - 90)) : rnd(n_ids - 90);
         }
@@ -268,10 +273,11 @@ static void needles(const Section *hay, int n_ids, int n_keys, int n_texts, Scor
                 if (done[i] || t.n < at[i]) continue;
                 snprintf(text, sizeof text, "%sThe secret code of %s is %s.", after_blank ? "" : " ", name[i], code[i]);
                 add_text(text, false);
-                done[i] = true, after_blank = false;
+                done[i] = true;
+                after_blank = false;
             }
             const char *sentence = hay->items[line].part[0];
-            char spaced[600];                          // a space belongs to the word after it
+            char spaced[600];                          // a space is part of the word after it
             snprintf(spaced, sizeof spaced, "%s%s", after_blank ? "" : " ", sentence);
             add_text(spaced, false);
             after_blank = sentence[strlen(sentence) - 1] == '\n';
@@ -282,8 +288,8 @@ static void needles(const Section *hay, int n_ids, int n_keys, int n_texts, Scor
         for (int i = 0; i < n_keys; i++) {
             if (!done[i]) die("a code found no place");
             t.n = n;
-            snprintf(text, sizeof text, "%sWhat is the secret code of %s?<turn|>\n<|turn>model\n", after_blank ? "" : "\n\n",
-                     name[i]);
+            snprintf(text, sizeof text, "%sWhat is the secret code of %s?<turn|>\n<|turn>model\n",
+                     after_blank ? "" : "\n\n", name[i]);
             add_text(text, false);
             add_empty_thought("<|turn>model\n");
             snprintf(text, sizeof text, "The secret code of %s is %s.<turn|>", name[i], code[i]);
@@ -296,12 +302,15 @@ static void needles(const Section *hay, int n_ids, int n_keys, int n_texts, Scor
     snprintf(name, sizeof name, "needle %d, %d key%s", n_ids, n_keys, n_keys > 1 ? "s" : "");
     print_score(name, &score, 0);
     fflush(stdout);
-    all->items += score.items, all->right += score.right, all->ids += score.ids, all->near_ties += score.near_ties;
+    all->items += score.items;
+    all->right += score.right;
+    all->ids += score.ids;
+    all->near_ties += score.near_ties;
     all->loss += score.loss;
 }
 
 static void all_needles(const Section *hay) {
-    static const struct { int n_ids, n_texts[2]; } lengths[] = {           // texts with 1 key, with 4
+    static const struct { int n_ids, n_texts[2]; } lengths[] = {           // number of texts with 1 key, with 4 keys
         { 256, { 24, 12 } }, { 1024, { 24, 12 } }, { 2048, { 16, 8 } }, { 4096, { 16, 8 } }, { 8192, { 6, 4 } },
         { 16384, { 3, 3 } }
     };
@@ -341,14 +350,15 @@ static void stories(int n_stories, int n_ids) {
         }
     }
     const double share = (double)score.near_ties / score.ids;
-    printf("greedy stories: %d of %d ids hang on a near tie (%.2f %%), loss %.4f\n", score.near_ties, score.ids, 100 * share,
-           score.loss / score.ids);
-    if (t.at_least > 0) CHECK(share <= 0.04, "greedy stories: expected 4 %% near ties at most, got %.2f %%", 100 * share);
+    printf("greedy stories: %d of %d ids hang on a near tie (%.2f %%), loss %.4f\n", score.near_ties, score.ids,
+           100 * share, score.loss / score.ids);
+    if (t.at_least > 0)
+        CHECK(share <= 0.04, "greedy stories: expected 4 %% near ties at most, got %.2f %%", 100 * share);
 }
 
 // ---- sampled texts --------------------------------------------------------------------------------------------------
 
-// Whether the last ids are some ids again and again: 4 times at least, 32 ids at least.
+// True: the last ids repeat a sequence, at least 4 times and at least 32 ids long.
 static bool loops(const int32_t *ids, int n) {
     for (int period = 1; period <= 64; period++) {
         const int len = max_int(4 * period, 32);
@@ -359,7 +369,7 @@ static bool loops(const int32_t *ids, int n) {
     return false;
 }
 
-static bool is_utf8(const TokText *text, bool cut) {   // cut: it may end within a character
+static bool is_utf8(const TokText *text, bool cut) {   // cut: it may end inside a character
     for (size_t i = 0; i < text->n; ) {
         uint32_t cp;
         const int len = tok_read_utf8((const unsigned char *)text->s + i, text->n - i, &cp);
@@ -371,19 +381,22 @@ static bool is_utf8(const TokText *text, bool cut) {   // cut: it may end within
 
 static void texts(int n_texts, int n_ids) {
     static const char *heroes[] = { "a fox", "an owl", "a rabbit", "a girl", "a dragon", "a duck", "a mole", "a cow" };
-    static const int32_t ring[32] = { 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 8 };
+    static const int32_t ring[32] = { 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7,
+                                      7, 7, 7, 7, 8 };
     int32_t again[40];
     TokText half = { .s = (char[]){ "a\303" }, .n = 2 };
     for (int i = 0; i < 40; i++) again[i] = i % 2;
     int bad = 0, looping = 0, ended = 0, all = 0;
-    CHECK(!loops(ring, 32) && loops(again, 40) && is_utf8(&half, true) && !is_utf8(&half, false), "texts: the judges of texts are wrong");
+    CHECK(!loops(ring, 32) && loops(again, 40) && is_utf8(&half, true) && !is_utf8(&half, false),
+          "texts: the judges of texts are wrong");
     for (int k = 0; k < n_texts; k++) {
         char question[80];
         TokText text = { 0 };
         TokIds said = { 0 };
         Session s;
         Event e = { 0 };
-        const AnswerOptions o = { .n_predict = n_ids, .think_budget = -1, .sampling = { .seed = (uint64_t)k, .temperature = 1,
+        const AnswerOptions o = { .n_predict = n_ids, .think_budget = -1,
+                                  .sampling = { .seed = (uint64_t)k, .temperature = 1,
                                   .top_k = 64, .top_p = 0.95f, .repeat = 1 } };
         snprintf(question, sizeof question, "Tell me a story about %s.", heroes[k % 8]);
         start_text();
@@ -406,7 +419,8 @@ static void texts(int n_texts, int n_ids) {
         tok_text_free(&text);
         free_session(&s);
     }
-    printf("texts: %d of %d are UTF-8, %d loop, %d end by themselves, %d ids\n", n_texts - bad, n_texts, looping, ended, all);
+    printf("texts: %d of %d are UTF-8, %d loop, %d end by themselves, %d ids\n", n_texts - bad, n_texts, looping, ended,
+           all);
     if (t.at_least > 0) CHECK(!bad && !looping, "texts: %d are no UTF-8, %d loop", bad, looping);
 }
 
@@ -442,7 +456,8 @@ int main(int argc, char **argv) {
     load_tokenizer(&t.tok, &t.m->gguf, t.m->config.vocab);
     t.logits = alloc_or_die((size_t)t.m->config.vocab, sizeof *t.logits);
 
-    printf("%-24s %5s %5s  %7s  %16s  %8s  %8s\n", "kind", "items", "right", "share", "95 % interval", "loss", "near tie");
+    printf("%-24s %5s %5s  %7s  %16s  %8s  %8s\n", "kind", "items", "right", "share", "95 % interval", "loss",
+           "near tie");
     const Section *hay = NULL;
     for (int i = 0; i < t.n_sections; i++) {
         if (!strncmp(t.sections[i].name, "exact ", 6) && wanted(t.sections[i].name + 6)) exact(&t.sections[i]);

@@ -1,17 +1,17 @@
-/* make_gguf.c - writes synthetic Gemma 4 GGUF files: true shapes and metadata, random weights.
+/* make_gguf.c - writes synthetic Gemma 4 GGUF files: real shapes and metadata, random weights.
  *
- * The tests need models and the golden data needs the very models it was made on, but weights are too large to commit.
- * So a file is defined by its arguments: the same preset, quant, kind, seed, vocabulary and layer count give the same BYTES
- * on every machine, and tests/golden/SHA256 says which. Bytes and not merely distributions, because a reference result
- * belongs to exact weights: a file that is "as random" has other logits. Hence every random number comes from a published
- * bit-exact generator (PCG64, seeded through numpy's SeedSequence from a SHA-256), each tensor or pool has a stream of its
- * own (no order of calls to keep), and every value is +, -, *, / or sqrt of IEEE floats in a fixed order: no exp, no log.
+ * The tests need models, and the golden data needs exactly the models that it was computed with, but weights are too
+ * large to commit. So a file is defined by its arguments: the same preset, quant, kind, seed, vocabulary and layer
+ * count give the same bytes on every machine; tests/golden/SHA256 has their hashes. Every random number comes from a
+ * published bit-exact generator (PCG64, seeded through numpy's SeedSequence from a SHA-256). Each tensor or pool has
+ * its own stream, so the order of calls does not matter. Values are computed with +, -, *, / and sqrt of IEEE floats in
+ * a fixed order, without exp and log.
  *
  *   make_gguf --preset P --quant Q --out FILE [--kind target|mtp|dflash] [--seed N] [--vocab N] [--layers N]
  *             [--drop-shared-kv] [--split-experts] [--separate-pools] [--sparse] [--sha256]
  *
- * The head of the file is made in memory, the weights are streamed: at most about 250 MB of memory whatever the file.
- * Output text is nonsense by design; no draft knows its target.
+ * The head of the file is built in memory and the weights are streamed, so any file needs at most about 250 MB of
+ * memory. The models generate nonsense; drafters cannot predict their targets.
  *
  * HOW TO READ  main [9] -> build_* [5] -> assign_types [6] -> make_pools [7] -> write_file [8].
  * CONTENTS     search for "[n]"
@@ -20,8 +20,9 @@
  *   [3] Presets and layers                 [8]  Writing
  *   [4] Metadata and tokenizer             [9]  Command line
  *   [5] Tensors of the three kinds
- * WEIGHTS      matrices: mean 0, standard deviation sigma = gain / sqrt(fan-in). Vectors: a mean and 10 % jitter, so that a
- *              swapped or skipped vector shows. The means are chosen so that the model behaves (see build_target). */
+ * WEIGHTS      matrices: mean 0, standard deviation sigma = gain / sqrt(fan-in). Vectors: a mean and 10 % jitter, so
+ *              that a swapped or omitted vector is noticed. The means are chosen so that the model behaves (see
+ *              build_target). */
 #define _POSIX_C_SOURCE 200809L      // stat, to remove only regular files after a failed write; ftruncate
 #define _FILE_OFFSET_BITS 64
 #include <errno.h>
@@ -264,11 +265,12 @@ typedef struct {
 } Preset;
 
 static const Preset PRESETS[] = {
-    { "26b-a4b", "26B-A4B", .n_layers = 30, .dim = 2816, .n_heads = 16, .n_kv_heads = { 8, 2 }, .kv_array = true, .k_eq_v = true,
+    { "26b-a4b", "26B-A4B", .n_layers = 30, .dim = 2816, .n_heads = 16, .n_kv_heads = { 8, 2 }, .kv_array = true,
+      .k_eq_v = true,
       .ffn_dim = 2112, .expert_ffn_dim = 704, .n_experts = 128, .n_experts_used = 8, .n_swa = 1024, .period = 6,
       .n_ctx = 262144, .n_vocab = 262144, .mtp = { 1024, 8192, 16 }, .dflash = { 5632, 32, 8, 128, 2048, 6 } },
-    { "31b", "31B", .n_layers = 60, .dim = 5376, .n_heads = 32, .n_kv_heads = { 16, 4 }, .kv_array = true, .k_eq_v = true,
-      .ffn_dim = 21504, .n_swa = 1024, .period = 6,
+    { "31b", "31B", .n_layers = 60, .dim = 5376, .n_heads = 32, .n_kv_heads = { 16, 4 }, .kv_array = true,
+      .k_eq_v = true, .ffn_dim = 21504, .n_swa = 1024, .period = 6,
       .n_ctx = 262144, .n_vocab = 262144, .mtp = { 1024, 8192, 32 }, .dflash = { 10752, 64, 8, 128, 2048, 6 } },
     { "e2b", "E2B", .n_layers = 35, .dim = 1536, .n_heads = 8, .n_kv_heads = { 1, 1 },
       .ffn_dim = 6144, .n_shared = 20, .wide = true, .ple_dim = 256, .n_swa = 512, .period = 5,
@@ -276,19 +278,21 @@ static const Preset PRESETS[] = {
     { "e4b", "E4B", .n_layers = 42, .dim = 2560, .n_heads = 8, .n_kv_heads = { 2, 2 },
       .ffn_dim = 10240, .n_shared = 18, .ple_dim = 256, .n_swa = 512, .period = 6,
       .n_ctx = 131072, .n_vocab = 262144, .mtp = { 256, 2048, 4 }, .dflash = { 5120, 32, 8, 128, 2048, 6 } },
-    { "tiny-dense", "tiny", .n_layers = 6, .dim = 256, .n_heads = 4, .n_kv_heads = { 2, 1 }, .kv_array = true, .k_eq_v = true,
-      .ffn_dim = 768, .n_swa = 64, .period = 3,
+    { "tiny-dense", "tiny", .n_layers = 6, .dim = 256, .n_heads = 4, .n_kv_heads = { 2, 1 }, .kv_array = true,
+      .k_eq_v = true, .ffn_dim = 768, .n_swa = 64, .period = 3,
       .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 } },
-    { "tiny-moe", "tiny", .n_layers = 6, .dim = 256, .n_heads = 4, .n_kv_heads = { 2, 1 }, .kv_array = true, .k_eq_v = true,
+    { "tiny-moe", "tiny", .n_layers = 6, .dim = 256, .n_heads = 4, .n_kv_heads = { 2, 1 }, .kv_array = true,
+      .k_eq_v = true,
       .ffn_dim = 320, .expert_ffn_dim = 64, .n_experts = 16, .n_experts_used = 4, .n_swa = 64, .period = 3,
       .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 } },
     { "tiny-e", "tiny", .n_layers = 8, .dim = 256, .n_heads = 4, .n_kv_heads = { 1, 1 },
       .ffn_dim = 512, .n_shared = 4, .wide = true, .ple_dim = 256, .n_swa = 64, .period = 4,
       .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 } },
-    { "micro-dense", "micro", .n_layers = 4, .dim = 64, .n_heads = 2, .n_kv_heads = { 2, 1 }, .kv_array = true, .k_eq_v = true,
-      .ffn_dim = 192, .n_swa = 32, .period = 2,
+    { "micro-dense", "micro", .n_layers = 4, .dim = 64, .n_heads = 2, .n_kv_heads = { 2, 1 }, .kv_array = true,
+      .k_eq_v = true, .ffn_dim = 192, .n_swa = 32, .period = 2,
       .n_ctx = 8192, .n_vocab = 512, .mtp = { 128, 128, 2 }, .dflash = { 128, 2, 1, 128, 64, 2 } },
-    { "micro-moe", "micro", .n_layers = 4, .dim = 64, .n_heads = 2, .n_kv_heads = { 2, 1 }, .kv_array = true, .k_eq_v = true,
+    { "micro-moe", "micro", .n_layers = 4, .dim = 64, .n_heads = 2, .n_kv_heads = { 2, 1 }, .kv_array = true,
+      .k_eq_v = true,
       .ffn_dim = 96, .expert_ffn_dim = 32, .n_experts = 8, .n_experts_used = 3, .n_swa = 32, .period = 2,
       .n_ctx = 8192, .n_vocab = 512, .mtp = { 128, 128, 2 }, .dflash = { 128, 2, 1, 128, 64, 2 } },
     { "micro-e", "micro", .n_layers = 6, .dim = 64, .n_heads = 2, .n_kv_heads = { 1, 1 },
@@ -357,7 +361,8 @@ static void md_key(Meta *md, const char *key, uint32_t type) {
     md->n++;
 }
 static void md_u32(Meta *md, const char *key, uint32_t v) { md_key(md, key, KV_U32); put_u32(&md->b, v); }
-static void md_f32(Meta *md, const char *key, double v) { float f = (float)v; md_key(md, key, KV_F32); put(&md->b, &f, 4); }
+static void md_f32(Meta *md, const char *key, double v) { float f = (float)v; md_key(md, key, KV_F32); put(&md->b, &f,
+        4); }
 static void md_bool(Meta *md, const char *key, bool v) { uint8_t b = v; md_key(md, key, KV_BOOL); put(&md->b, &b, 1); }
 static void md_str(Meta *md, const char *key, const char *v) { md_key(md, key, KV_STR); put_str(&md->b, v); }
 static void md_array(Meta *md, const char *key, uint32_t type, int n) {         // the n elements follow
@@ -382,7 +387,8 @@ static const struct { int id; const char *text; int type; } SPECIAL[] = {
     { 0, "<pad>", CONTROL }, { 1, "<eos>", CONTROL }, { 2, "<bos>", CONTROL }, { 3, "<unk>", CONTROL },
     { 4, "<mask>", CONTROL }, { 5, "[multimodal]", NORMAL },
     { 46, "<|tool>", CONTROL }, { 47, "<tool|>", CONTROL }, { 48, "<|tool_call>", USER }, { 49, "<tool_call|>", USER },
-    { 50, "<|tool_response>", USER }, { 51, "<tool_response|>", USER }, { 52, "<|\"|>", USER }, { 98, "<|think|>", CONTROL },
+    { 50, "<|tool_response>", USER }, { 51, "<tool_response|>", USER }, { 52, "<|\"|>", USER },
+    { 98, "<|think|>", CONTROL },
     { 100, "<|channel>", USER }, { 101, "<channel|>", USER }, { 105, "<|turn>", CONTROL }, { 106, "<turn|>", CONTROL },
     { 255999, "<|image>", CONTROL }, { 256000, "<|audio>", CONTROL }, { 258880, "<|image|>", CONTROL },
     { 258881, "<|audio|>", CONTROL }, { 258882, "<image|>", CONTROL }, { 258883, "<audio|>", CONTROL },
@@ -419,8 +425,9 @@ static const char *next_word(const char *s, char *word, size_t cap) {   // NULL 
     return s + n + (s[n] == ' ');
 }
 
-// Special, unused, newline, HTML and byte tokens have the ids of the published vocabulary; below 1024 tokens the ASCII ones
-// take the places of the HTML ones. Then ASCII, word prefixes, fillers. Merges: runs first, longest first, then the words.
+// Special, unused, newline, HTML and byte tokens have the ids of the published vocabulary; below 1024 tokens the ASCII
+// ones take the places of the HTML ones. Then ASCII, word prefixes, fillers. Merges: runs first, longest first, then
+// the words.
 static void add_tokenizer(Meta *md, int n) {
     Token *tok = alloc((size_t)n, sizeof *tok);
     Buf merges = { 0 };
@@ -434,7 +441,8 @@ static void add_tokenizer(Meta *md, int n) {
             tok[SPECIAL[i].id].type = SPECIAL[i].type;
         }
     for (int i = 6; i < n; i++)
-        if ((i < 107 || i > 256000) && !tok[i].text[0]) snprintf(tok[i].text, sizeof tok->text, "<unused%d>", n_unused++);
+        if ((i < 107 || i > 256000) && !tok[i].text[0])
+            snprintf(tok[i].text, sizeof tok->text, "<unused%d>", n_unused++);
     for (int k = 1; k <= 31; k++) repeat(tok[106 + k].text, "\n", k);
     for (int b = 0; b < 256; b++) {
         snprintf(tok[238 + b].text, sizeof tok->text, "<0x%02X>", (unsigned)b);
@@ -570,7 +578,8 @@ static Tensor *mat_gain(TensorList *list, const char *stem, int cols, int rows, 
     t->sigma = gain / sqrt(cols);
     return t;
 }
-static Tensor *mat(TensorList *list, const char *stem, int cols, int rows) { return mat_gain(list, stem, cols, rows, 1.0); }
+static Tensor *mat(TensorList *list, const char *stem, int cols,
+                   int rows) { return mat_gain(list, stem, cols, rows, 1.0); }
 static void mat_experts(TensorList *list, const char *stem, int cols, int rows, int n_experts) {
     Tensor *t = mat(list, stem, cols, rows);
     t->n_dims = 3;
@@ -590,8 +599,8 @@ static Tensor *vec(TensorList *list, const char *stem, int n) { return vec_mean(
 // A quarter of the pairs of a full-attention head is rotated.
 static void rope_freqs(TensorList *list) { vec(list, "rope_freqs", HEAD_FULL / 2)->n_rotated = HEAD_FULL / 8; }
 
-// Size of what each of n_adds additions brings to the residual stream: so large that the input token pulls its own logit by
-// one standard deviation only. Without it greedy decoding repeats the last token for ever.
+// Size of what each of n_adds additions brings to the residual stream: so large that the input token pulls its own
+// logit by one standard deviation only. Without it greedy decoding repeats the last token for ever.
 static double residual_gain(int dim, double n_adds) {
     double gain = sqrt((dim - 1.0) / n_adds);
     return gain > 1.0 ? gain : 1.0;
@@ -612,13 +621,14 @@ static int build_target(const Config *c, Meta *md, TensorList *b, bool drop_shar
     mat(b, "token_embd", dim, c->n_vocab);
     vec_mean(b, "output_norm", dim, LOGIT_SIGMA);
     rope_freqs(b);
-    if (p->ple_dim) {                                   // the fan-in of per_layer_token_embd is one layer's part of a row
+    if (p->ple_dim) {    // the fan-in of per_layer_token_embd is one layer's part of a row
         mat(b, "per_layer_token_embd", p->ple_dim * n, c->n_vocab)->sigma = 1.0 / sqrt(p->ple_dim);
         mat(b, "per_layer_model_proj", dim, p->ple_dim * n);
         vec(b, "per_layer_proj_norm", p->ple_dim);
     }
     for (int l = 0; l < n; l++) {
-        int hd = head_dim(c->is_swa[l]), kv_dim = c->n_kv_heads[l] * hd, q_dim = p->n_heads * hd, ffn_dim = c->ffn_dim[l];
+        int hd = head_dim(c->is_swa[l]), kv_dim = c->n_kv_heads[l] * hd, q_dim = p->n_heads * hd,
+            ffn_dim = c->ffn_dim[l];
         b->layer = l;
         vec(b, "attn_norm", dim);
         mat(b, "attn_q", dim, q_dim);
@@ -693,15 +703,16 @@ static int build_mtp(const Config *c, Meta *md, TensorList *b) {
     return MTP_LAYERS;
 }
 
-// The DFlash draft: shares embeddings and output head with the target. It has no norms after attention and FFN, so their
-// last matrices carry the gain (before it they add vectors of mean square about 1/3).
+// The DFlash draft: shares embeddings and output head with the target. It has no norms after attention and FFN, so
+// their last matrices carry the gain (before it they add vectors of mean square about 1/3).
 static int build_dflash(const Config *c, Meta *md, TensorList *b) {
     const Preset *p = c->p;
     const DflashPreset *d = &p->dflash;
     int dim = p->dim, hd = d->head_dim, layers[MAX_LAYERS], n_target = target_layers(c, layers);
     bool is_swa[DFLASH_LAYERS];
     for (int l = 0; l < DFLASH_LAYERS; l++) is_swa[l] = l < DFLASH_LAYERS - 1;
-    for (int i = 0; i < n_target; i++) layers[i]++;     // the key counts "input of layer i", one above the layer that made it
+    // the key counts "input of layer i", one above the layer that made it
+    for (int i = 0; i < n_target; i++) layers[i]++;
     md_u32(md, ".block_count", DFLASH_LAYERS);
     md_u32(md, ".context_length", (uint32_t)p->n_ctx);
     md_u32(md, ".embedding_length", (uint32_t)dim);
@@ -774,7 +785,8 @@ static const struct { const char *name; uint32_t id; int per_block, bytes; } TYP
     { "Q5_0", 6, 32, 22 }, { "Q8_0", 8, 32, 34 }, { "Q4_K", 12, 256, 144 }, { "Q6_K", 14, 256, 210 } };
 
 typedef struct { const char *name; uint32_t file_type; int base; } Quant;       // base: type of most matrices
-static const Quant QUANTS[] = { { "f32", 0, T_F32 },  { "f16", 1, T_F16 },      { "bf16", 32, T_BF16 }, { "q8_0", 7, T_Q8_0 },
+static const Quant QUANTS[] = { { "f32", 0, T_F32 },  { "f16", 1, T_F16 },      { "bf16", 32, T_BF16 },
+                                { "q8_0", 7, T_Q8_0 },
                                 { "q4_0", 2, T_Q4_0 }, { "q4_k_m", 15, T_Q4_K }, { "q6_k", 18, T_Q6_K } };
 enum { N_QUANTS = sizeof QUANTS / sizeof *QUANTS };
 
@@ -782,7 +794,7 @@ static bool more_bits(int i, int n) { return i < n / 8 || i >= 7 * n / 8 || (i -
 static bool fits(const Tensor *t, int type) { return t->ne[0] % (uint64_t)TYPES[type].per_block == 0; }
 static bool is_dense(int type) { return type <= T_BF16; }
 
-static void assign_types(TensorList *list, const Quant *q, int n_layers) {      // needs the list sorted: attn_v are counted
+static void assign_types(TensorList *list, const Quant *q, int n_layers) {  // needs the list sorted: attn_v are counted
     int n_attn_v = 0, i_attn_v = 0;
     for (int i = 0; i < list->n; i++) n_attn_v += ends_with(list->t[i].name, "attn_v.weight");
     for (int i = 0; i < list->n; i++) {
@@ -818,14 +830,14 @@ static uint64_t tensor_bytes(const Tensor *t) {
 }
 
 // ==== [7] Pools of random blocks ===================================================================================
-// One pool per type, repeated to fill the tensors of that type, each from a start of its own. The length in blocks is prime,
-// so it shares no factor with any row length and no two rows of a tensor are equal. F32, F16 and BF16 draw on one pool:
-// their files hold the same weights up to rounding. With --separate-pools each has its own, whose length is counted without
-// the others: other weights where a file mixes them, as the F32 routers and F16 matrices of a MoE file do. The reference
-// results of tests/golden for micro-moe-f16 belong to a file made so.
+// One pool per type, repeated to fill the tensors of that type, each from a start of its own. The length in blocks is
+// prime, so it shares no factor with any row length and no two rows of a tensor are equal. F32, F16 and BF16 draw on
+// one pool: their files hold the same weights up to rounding. With --separate-pools each has its own, whose length is
+// counted without the others: other weights where a file mixes them, as the F32 routers and F16 matrices of a MoE file
+// do. The reference results of tests/golden for micro-moe-f16 belong to a file made so.
 
 typedef struct {
-    uint64_t n;                      // blocks in the pool: prime, about 32 MiB, no more than needed, never fewer than rows
+    uint64_t n;    // blocks in the pool: prime, about 32 MiB, no more than needed, never fewer than rows
     uint64_t wanted, rows;           // all blocks of this pool in the file; most rows of a tensor
     uint8_t *block;                  // (n, bytes) ready to write for `type` and `sigma`
     int      type;
@@ -836,7 +848,7 @@ typedef struct {
     uint16_t *sum;                   // (n) dense: sum of four random bytes, near Gaussian, 0..1020
 } Pool;
 
-static uint16_t f16_bits(float f) {                     // round to nearest even; subnormals, overflow to infinity, no NaN
+static uint16_t f16_bits(float f) {    // round to nearest even; subnormals, overflow to infinity, no NaN
     uint32_t u;
     memcpy(&u, &f, 4);
     uint32_t sign = u >> 16 & 0x8000;
@@ -891,12 +903,14 @@ static Stream pool_stream(uint32_t seed, int type, const char *what) {
 #define MIN_RATIO  7.5               // Q4_K: dmin / d, so that the mean of a sub-block is near 0
 #define MIN_JITTER 0.05
 
-// Fills everything of a block but its scales. Q4_0 and Q5_0 have one code more below zero than above: a random sign of the
-// scale removes the bias.
+// Fills everything of a block but its scales. Q4_0 and Q5_0 have one code more below zero than above: a random sign of
+// the scale removes the bias.
 static void make_blocks(Pool *p, int type, uint32_t seed) {
     size_t bytes = (size_t)TYPES[type].bytes;
-    Stream jitter = pool_stream(seed, type, "jitter"), q = pool_stream(seed, type, "q"), s = pool_stream(seed, type, "s");
-    Stream m = pool_stream(seed, type, "m"), ratio = pool_stream(seed, type, "ratio"), sign = pool_stream(seed, type, "sign");
+    Stream jitter = pool_stream(seed, type, "jitter"), q = pool_stream(seed, type, "q"), s = pool_stream(seed, type,
+            "s");
+    Stream m = pool_stream(seed, type, "m"), ratio = pool_stream(seed, type, "ratio"), sign = pool_stream(seed, type,
+            "sign");
     uint8_t u[16];
     double ms = type == T_Q4_0 ? mean_square_of_range(-8, 7, 16) : type == T_Q5_0 ? mean_square_of_range(-16, 15, 32) :
                 type == T_Q8_0 ? mean_square_of_range(-127, 127, 256) :
@@ -936,7 +950,8 @@ static void make_blocks(Pool *p, int type, uint32_t seed) {
                 block[12 + i] = (uint8_t)((u[4 + i] & 15) | (u[12 + i] & 15) << 4);
             }
             stream_bytes(&ratio, u, 1);
-            p->min_ratio[b] = (float)(MIN_RATIO * (1.0 - MIN_JITTER)) + (float)u[0] * (float)(MIN_RATIO * 2 * MIN_JITTER / 255.0);
+            p->min_ratio[b] = (float)(MIN_RATIO * (1.0 - MIN_JITTER)) +
+                (float)u[0] * (float)(MIN_RATIO * 2 * MIN_JITTER / 255.0);
             break;
         case T_Q6_K:                                    // codes, 16 scale codes, f16 d
             stream_bytes(&q, block, 192);
@@ -1098,7 +1113,7 @@ static void write_file(Out *o, const Meta *md, const TensorList *list, Pool pool
     sha256_init(&o->sha);
     o->f = fopen(o->path, "wb");
     if (!o->f) die("%s: cannot create: %s", o->path, strerror(errno));
-    setvbuf(o->f, NULL, _IOFBF, 1 << 20);               // on failure stdio keeps its own buffer, which is slower but correct
+    setvbuf(o->f, NULL, _IOFBF, 1 << 20);    // on failure stdio keeps its own buffer, which is slower but correct
     out(o, head.data, head.len);
     out_zeros(o, pad(head.len));
     for (int i = 0; i < list->n; i++) {
@@ -1174,7 +1189,8 @@ int main(int argc, char **argv) {
         if (!strcmp(flag, "--separate-pools")) { separate = true; continue; }
         if (!strcmp(flag, "--sparse")) { sparse = true; continue; }
         if (!strcmp(flag, "--sha256")) { o.hash = true; continue; }
-        bool known = !strcmp(flag, "--preset") || !strcmp(flag, "--quant") || !strcmp(flag, "--out") || !strcmp(flag, "--kind")
+        bool known = !strcmp(flag, "--preset") || !strcmp(flag, "--quant") || !strcmp(flag, "--out") ||
+            !strcmp(flag, "--kind")
                   || !strcmp(flag, "--seed") || !strcmp(flag, "--vocab") || !strcmp(flag, "--layers");
         if (!known) die("unknown argument '%s'; try --help", flag);
         if (!arg) die("%s: expected a value after it", flag);
@@ -1193,7 +1209,8 @@ int main(int argc, char **argv) {
     if (sparse && o.hash) die("--sha256: a --sparse file has no bytes to hash");
 
     const Preset *p = &PRESETS[preset];
-    if (split && (!p->n_experts || kind != 0)) die("--split-experts: the %s of preset %s has no experts", KINDS[kind], p->name);
+    if (split && (!p->n_experts || kind != 0))
+        die("--split-experts: the %s of preset %s has no experts", KINDS[kind], p->name);
     static Config c;
     static Pool pools[N_TYPES];
     TensorList list = { .layer = -1 };
@@ -1217,7 +1234,8 @@ int main(int argc, char **argv) {
     add_tokenizer(&md, c.n_vocab);
     sort_tensors(&list);
     assign_types(&list, &QUANTS[quant], n);
-    if (!sparse) make_pools(pools, &list, seed, separate);        // sized by the fused tensors, so splitting changes no weight
+    // sized by the fused tensors, so splitting changes no weight
+    if (!sparse) make_pools(pools, &list, seed, separate);
     if (split) split_experts(&list);
     write_file(&o, &md, &list, sparse ? NULL : pools, seed);
 

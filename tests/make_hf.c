@@ -1,13 +1,13 @@
-/* make_hf.c - what the tests of importing and quantising need from files.
+/* make_hf.c - makes and lists files for the tests of importing and quantising.
  *
  *   make_hf IN.gguf FOLDER [--shards N] [--numbered] [--prefix P] [--bf16] [--extra]
  *       the same model as a Hugging Face folder: config.json, safetensors, tokenizer.json, tokenizer_config.json,
  *       chat_template.jinja. --shards: N files and an index; --numbered: no index; --prefix: before the text model's names;
- *       --bf16: vectors become BF16; --extra: tensors of other modalities among them, of types that no model may have
+ *       --bf16: vectors become BF16; --extra: also tensors of other modalities, of types that no model may use
  *   make_hf --round IN.gguf OUT.gguf     the same file with all vectors but rope_freqs rounded to BF16 values
- *   make_hf --list FILE.gguf             one line per tensor: type, name, FNV-1a 64 of the bytes; then that of the whole file
+ *   make_hf --list FILE.gguf             one line per tensor: type, name, FNV-1a 64 of the bytes; then the hash of the whole file
  *
- * The names are written out here a second time, from the other side, so that a slip in gemma4.c's table shows. */
+ * The table of names is independent of the one in the engine, so that a mistake there shows. */
 #define _GNU_SOURCE
 #include "gguf.h"
 #include <errno.h>
@@ -73,11 +73,13 @@ static const char *const names[][2] = {
     { "output.weight", "lm_head.weight" }, { "per_layer_token_embd.weight", "embed_tokens_per_layer.weight" },
     { "per_layer_model_proj.weight", "per_layer_model_projection.weight" },
     { "per_layer_proj_norm.weight", "per_layer_projection_norm.weight" },
-    { "nextn.pre_projection.weight", "pre_projection.weight" }, { "nextn.post_projection.weight", "post_projection.weight" },
+    { "nextn.pre_projection.weight", "pre_projection.weight" },
+    { "nextn.post_projection.weight", "post_projection.weight" },
     { "attn_norm.weight", "input_layernorm.weight" }, { "attn_q.weight", "self_attn.q_proj.weight" },
     { "attn_k.weight", "self_attn.k_proj.weight" }, { "attn_v.weight", "self_attn.v_proj.weight" },
     { "attn_output.weight", "self_attn.o_proj.weight" }, { "attn_q_norm.weight", "self_attn.q_norm.weight" },
-    { "attn_k_norm.weight", "self_attn.k_norm.weight" }, { "post_attention_norm.weight", "post_attention_layernorm.weight" },
+    { "attn_k_norm.weight", "self_attn.k_norm.weight" },
+    { "post_attention_norm.weight", "post_attention_layernorm.weight" },
     { "ffn_norm.weight", "pre_feedforward_layernorm.weight" }, { "ffn_gate.weight", "mlp.gate_proj.weight" },
     { "ffn_up.weight", "mlp.up_proj.weight" }, { "ffn_down.weight", "mlp.down_proj.weight" },
     { "post_ffw_norm.weight", "post_feedforward_layernorm.weight" }, { "layer_output_scale.weight", "layer_scalar" },
@@ -85,14 +87,15 @@ static const char *const names[][2] = {
     { "ffn_down_exps.scale", "router.per_expert_scale" }, { "ffn_gate_up_exps.weight", "experts.gate_up_proj" },
     { "ffn_down_exps.weight", "experts.down_proj" }, { "pre_ffw_norm_2.weight", "pre_feedforward_layernorm_2.weight" },
     { "post_ffw_norm_1.weight", "post_feedforward_layernorm_1.weight" },
-    { "post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight" }, { "inp_gate.weight", "per_layer_input_gate.weight" },
+    { "post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight" },
+    { "inp_gate.weight", "per_layer_input_gate.weight" },
     { "proj.weight", "per_layer_projection.weight" }, { "post_norm.weight", "post_per_layer_input_norm.weight" },
 };
 
 typedef struct {
     char name[160];
-    const char *dtype, *shape;          // shape: already JSON; NULL: of the tensor
-    const GgufTensor *t;                // NULL: size bytes of 0x5a
+    const char *dtype, *shape;          // shape: JSON; NULL: the tensor's shape
+    const GgufTensor *t;                // NULL: data is `size` bytes of 0x5a
     uint64_t size, offset;
     int shard;
 } Entry;
@@ -139,7 +142,7 @@ static void write_entry(FILE *f, const Entry *e) {
     }
 }
 
-// Entries i with i % n_shards == shard, the later ones first: the order of data is not that of the header.
+// Entries i with i % n_shards == shard. Data is written in reverse order, so that its order differs from the header's.
 static void write_shard(const char *folder, const char *name, int shard, int n_shards) {
     char *json = NULL;
     size_t n = 0;
@@ -162,7 +165,7 @@ static void write_shard(const char *folder, const char *name, int shard, int n_s
     fprintf(m, "}");
     fclose(m);
     FILE *f = create(folder, name);
-    const uint64_t length = n;                          // not padded: tensors at odd addresses must do
+    const uint64_t length = n;                          // not padded, so that tensors have odd addresses
     fwrite(&length, 8, 1, f);
     fwrite(json, 1, n, f);
     for (int i = n_entries - 1; i >= 0; i--)
@@ -171,7 +174,7 @@ static void write_shard(const char *folder, const char *name, int shard, int n_s
     free(json);
 }
 
-static void json_string(FILE *f, GgufStr s) {           // one character in 16 as \u00xx, to try both ways
+static void json_string(FILE *f, GgufStr s) {           // every 16th character as \u00xx, to test both forms
     fputc('"', f);
     for (size_t i = 0; i < s.n; i++) {
         const unsigned char c = (unsigned char)s.s[i];
@@ -199,7 +202,8 @@ static void key_ints(Gguf *g, const char *arch, const char *key, int64_t *v, int
 static void write_config(Gguf *g, const char *folder) {
     const bool assistant = gguf_find_kv(g, "gemma4-assistant.block_count") != NULL;
     const char *arch = assistant ? "gemma4-assistant" : "gemma4";
-    const int n = (int)key_int(g, arch, "block_count", 0), n_shared = (int)key_int(g, arch, "attention.shared_kv_layers", 0);
+    const int n = (int)key_int(g, arch, "block_count", 0),
+        n_shared = (int)key_int(g, arch, "attention.shared_kv_layers", 0);
     int64_t swa[512], ffn[512], kv[512], kv_heads[2] = { 0, 0 };
     if (n < 1 || n > 512) die(folder, "layers");
     key_ints(g, arch, "attention.sliding_window_pattern", swa, n);
@@ -215,7 +219,8 @@ static void write_config(Gguf *g, const char *folder) {
                 key_int(g, arch, "embedding_length_out", 0));
     fprintf(f, "  \"text_config\": {\"model_type\": \"gemma4_text\", \"rms_norm_eps\": 1e-06,\n"
             "    \"final_logit_softcapping\": %s,\n", assistant ? "null" : "30.0");
-    static const char *const fields[][2] = { { "num_hidden_layers", "block_count" }, { "hidden_size", "embedding_length" },
+    static const char *const fields[][2] = { { "num_hidden_layers", "block_count" },
+                                             { "hidden_size", "embedding_length" },
         { "num_attention_heads", "attention.head_count" }, { "head_dim", "attention.key_length_swa" },
         { "global_head_dim", "attention.key_length" }, { "sliding_window", "attention.sliding_window" },
         { "max_position_embeddings", "context_length" }, { "num_kv_shared_layers", "attention.shared_kv_layers" },
@@ -224,7 +229,8 @@ static void write_config(Gguf *g, const char *folder) {
         fprintf(f, "    \"%s\": %" PRId64 ",\n", fields[i][0], key_int(g, arch, fields[i][1], 0));
     fprintf(f, "    \"intermediate_size\": %" PRId64 ", \"use_double_wide_mlp\": %s,\n", ffn[0],
             n_shared && ffn[n - 1] != ffn[0] ? "true" : "false");
-    fprintf(f, "    \"num_key_value_heads\": %" PRId64 ", \"attention_k_eq_v\": %s,\n    \"num_global_key_value_heads\": ",
+    fprintf(f,
+            "    \"num_key_value_heads\": %" PRId64 ", \"attention_k_eq_v\": %s,\n    \"num_global_key_value_heads\": ",
             kv_heads[1], k_eq_v ? "true" : "false");
     if (k_eq_v) fprintf(f, "%" PRId64 ",\n", kv_heads[0]);
     else fprintf(f, "null,\n");
@@ -244,7 +250,7 @@ static void write_config(Gguf *g, const char *folder) {
     if (fclose(f)) die(folder, "generation_config.json");
 }
 
-// Special tokens are both in the vocabulary and among the added ones; merges alternate between the two spellings by file.
+// Special tokens are in the vocabulary and in the list of added tokens; the two notations of merges alternate by file.
 static void write_tokenizer(Gguf *g, const char *folder, bool pairs) {
     const GgufStr *tokens, *merges;
     size_t n, n_merges;
@@ -318,7 +324,8 @@ int main(int argc, char **argv) {
         else die(argv[i], "unknown argument");
     }
     Gguf g;
-    if (!in || (!out && !do_list) || n_shards < 1) die("arguments", "expected IN.gguf FOLDER; see the head of make_hf.c");
+    if (!in || (!out && !do_list) || n_shards < 1)
+        die("arguments", "expected IN.gguf FOLDER; see the head of make_hf.c");
     if (gguf_open(&g, in) < 0) die(in, g.err);
     if (do_list) {
         list(&g);

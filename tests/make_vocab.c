@@ -2,17 +2,17 @@
  *
  *   gzip -dc tests/golden/gemma4-tokens.txt.gz | make_vocab OUT.gguf
  *
- * The file that llama.cpp ships has 15.8 MB. All of it but the texts of the tokens follows from rules:
+ * llama.cpp's file has 15.8 MB. Everything in it except the texts of the tokens follows from rules:
  *   scores   all -1000
- *   types    normal, but for the special strings and the byte tokens
- *   merges   every split of a normal token between two characters into two tokens, the longer left part first; tokens by
- *            id, but the runs of newlines, spaces and tabs come before them, by the length of the left part, then of the
- *            right, both descending, then in this order
- * One pair stands elsewhere in the published list: the first merge of words, "_ t", before the last one of runs, two tabs.
- * The result equals the published file byte for byte; its hash is checked at the end.
+ *   types    normal, except the special strings and the byte tokens
+ *   merges   every way to split a normal token between two characters into two tokens, the longer left part first;
+ *            tokens in the order of ids. Before them the runs of newlines, spaces and tabs: by the length of the left
+ *            part, then of the right part, both descending, then in this order
+ * One pair is at another place in the published list: the first merge of words, "_ t", before the last one of runs, two
+ * tabs. The result equals the published file byte for byte; its hash is checked at the end.
  *
- * Input: the 262144 texts, a line each; a space stands for U+2581, the empty lines for 1, 2, 3 ... newlines. Then the chat
- * template, to the end. A test that includes this file calls vocab_make. */
+ * Input: the 262144 texts, one per line, with a space for U+2581 and empty lines for 1, 2, 3 ... newlines. The rest is
+ * the chat template. A test that includes this file calls vocab_make. */
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -66,7 +66,7 @@ static void vocab_key_str(VocabBytes *b, const char *key, const char *v) {
     vocab_text(b, (VocabText){ v, strlen(v) }, (VocabText){ "", 0 });
 }
 
-// What the file says of the model: 26B-A4B.
+// The file's keys for the model 26B-A4B.
 static void vocab_model_keys(VocabBytes *b) {
     vocab_key_str(b, "general.architecture", "gemma4");
     vocab_key_str(b, "general.type", "model");
@@ -103,8 +103,8 @@ static void vocab_model_keys(VocabBytes *b) {
 
 // 3 control, 4 user-defined, 6 byte, 1 normal.
 static uint32_t vocab_type(uint32_t id) {
-    static const uint32_t control[] = { 0, 1, 2, 3, 4, 46, 47, 98, 105, 106, 255999, 256000, 258880, 258881, 258882, 258883,
-                                        258884 };
+    static const uint32_t control[] = { 0, 1, 2, 3, 4, 46, 47, 98, 105, 106, 255999, 256000, 258880, 258881, 258882,
+                                        258883, 258884 };
     static const uint32_t user_defined[] = { 48, 49, 50, 51, 52, 100, 101 };
     for (size_t i = 0; i < sizeof control / sizeof *control; i++) if (control[i] == id) return 3;
     for (size_t i = 0; i < sizeof user_defined / sizeof *user_defined; i++) if (user_defined[i] == id) return 4;
@@ -117,7 +117,7 @@ static uint64_t vocab_hash(const void *s, size_t n) {
     return h;
 }
 
-// Is this the text of a token? slot: a hash set of token numbers plus one.
+// True: this is the text of a token. slot: a hash table of token number + 1.
 static uint32_t *vocab_find(uint32_t *slot, const VocabText *token, VocabText s) {
     size_t i = (size_t)(vocab_hash(s.s, s.n) * 0x9E3779B97F4A7C15u >> 44);
     for (;; i++) {
@@ -141,7 +141,8 @@ static void vocab_merges(VocabBytes *b, const VocabText *token, uint32_t *slot, 
         for (size_t right = VOCAB_MAX_RUN - left; right > 0; right--)
             for (int k = 0; k < 3; k++)
                 if (left > 1 || right > 1 || k < 2)
-                    vocab_merge(b, (VocabText){ run[k], left * char_len[k] }, (VocabText){ run[k], right * char_len[k] });
+                    vocab_merge(b, (VocabText){ run[k], left * char_len[k] },
+                                (VocabText){ run[k], right * char_len[k] });
     bool tabs_are_due = true;
     for (uint32_t id = 0; id < VOCAB_TOKENS; id++) {
         const VocabText t = token[id];
@@ -150,7 +151,7 @@ static void vocab_merges(VocabBytes *b, const VocabText *token, uint32_t *slot, 
         if (is_run || vocab_type(id) == 6) continue;
         for (size_t at = t.n; at-- > 1; ) {
             const VocabText left = { t.s, at }, right = { t.s + at, t.n - at };
-            const bool inside = ((uint8_t)t.s[at] & 0xC0) == 0x80;    // a character
+            const bool inside = ((uint8_t)t.s[at] & 0xC0) == 0x80;    // inside a character
             if (inside || !*vocab_find(slot, token, left) || !*vocab_find(slot, token, right)) continue;
             vocab_merge(b, left, right);
             if (tabs_are_due) vocab_merge(b, tab, tab);
@@ -159,7 +160,7 @@ static void vocab_merges(VocabBytes *b, const VocabText *token, uint32_t *slot, 
     }
 }
 
-// The bytes of the file, from the input described above; free() them. NULL with a reason in *why.
+// Makes the bytes of the file from the input; the caller frees them. NULL: *why says why.
 static uint8_t *vocab_make(FILE *in, size_t *size, const char **why) {
     static VocabText token[VOCAB_TOKENS];
     static char runs[3][VOCAB_MAX_RUN * 3 + 1];
@@ -173,7 +174,7 @@ static uint8_t *vocab_make(FILE *in, size_t *size, const char **why) {
         runs[2][i] = '\t';
     }
 
-    text.s = vocab_alloc(NULL, text.cap = 3 * input.n + 1);           // never grows: texts point into it
+    text.s = vocab_alloc(NULL, text.cap = 3 * input.n + 1);           // large enough: texts point into it
     size_t at = 0, n_newlines = 0;
     for (uint32_t id = 0; id < VOCAB_TOKENS; id++, at++) {
         const size_t start = text.n;
@@ -209,7 +210,8 @@ static uint8_t *vocab_make(FILE *in, size_t *size, const char **why) {
     vocab_key_u32(&b, "tokenizer.ggml.padding_token_id", 0);
     vocab_key_u32(&b, "tokenizer.ggml.mask_token_id", 4);
     vocab_key(&b, "tokenizer.chat_template", 8);
-    vocab_text(&b, (VocabText){ (char *)input.s + (complete ? at : 0), complete ? input.n - at : 0 }, (VocabText){ "", 0 });
+    vocab_text(&b, (VocabText){ (char *)input.s + (complete ? at : 0), complete ? input.n - at : 0 },
+               (VocabText){ "", 0 });
     vocab_key_bool(&b, "tokenizer.ggml.add_space_prefix", 0);
     vocab_key_bool(&b, "tokenizer.ggml.add_bos_token", 1);
     free(slot);
@@ -226,7 +228,8 @@ int main(int argc, char **argv) {
     const char *why;
     size_t n;
     if (argc != 2) {
-        fprintf(stderr, "make_vocab: error: expected: gzip -dc tests/golden/gemma4-tokens.txt.gz | make_vocab OUT.gguf\n");
+        fprintf(stderr,
+                "make_vocab: error: expected: gzip -dc tests/golden/gemma4-tokens.txt.gz | make_vocab OUT.gguf\n");
         return 1;
     }
     uint8_t *bytes = vocab_make(stdin, &n, &why);

@@ -1,16 +1,17 @@
-/* test_acceptance.c - what trained drafters guess right, by kind of text and depth, is what models/acceptance.md says.
+/* test_acceptance.c - draft acceptance of the trained drafters, by kind of text and depth, is as in
+ * models/acceptance.md.
  *
- * The engine goes on with prompts that the table was measured on too, 24 of its 96 of each kind (tests/drafted.txt, made
- * by tools/prompts.py), and drafts behind every third of its tokens. A share may be off by 0.03 and four times its
- * error, to which texts add as far as they differ, and tokens as if each were drawn.
- * LONG=1: all kinds and prompts, at temperature 0 and 1, and a line for each with shares as measured here and as in the
- * table; else six prompts of two kinds with short answers. Run from the top of the repository: the models lie there. */
+ * The engine continues 24 of the 96 prompts per kind that the table was measured with (tests/drafted.txt, made by
+ * tools/prompts.py), and drafts after every third token. A rate may differ by 0.03 plus four standard errors, which
+ * include the variance between texts and the binomial variance of tokens. LONG=1: all kinds and prompts, at temperature
+ * 0 and 1, and a line for each with the measured rates and those of the table; else six prompts of two kinds with short
+ * answers. Run from the top of the repository, where the models are. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
 #include "steps.h"
 
-enum { ROW = 384,             // ids of a prompt and what follows it
+enum { ROW = 384,             // ids of a prompt and its answer
        PROMPTS = 24, MOST_DEPTH = 15, MOST_KINDS = 16, EACH = 3 };
 
 typedef struct { int32_t ids[ROW]; int n; } Ids;
@@ -41,8 +42,8 @@ static void read_prompts(const char *path) {
     free(data);
 }
 
-// Shares of models/acceptance.md: of the table that begins with "| NAME, temperature", the row "KIND, TEMPERATURE".
-// False: none.
+// Rates of models/acceptance.md: the row "KIND, TEMPERATURE" of the table that begins with "| NAME, temperature".
+// False: there is none.
 static bool read_shares(const char *page, const char *table, const char *kind, int temperature, int depth,
                         double *share) {
     char head[64], row[64];
@@ -77,8 +78,8 @@ static int32_t next_token(Model *m, int temperature, uint64_t seed, int pos) {  
     return temperature ? id : best;
 }
 
-// Goes on with a prompt in session 0, to the end of the answer or of the row, and counts the guesses behind each third
-// token.
+// Continues a prompt in session 0 to the end of the answer or of the row, and counts the accepted drafts after every
+// third token.
 static void one_prompt(Model *m, const Tokenizer *t, const Ids *prompt, int temperature, int depth, int number,
                        Count *c) {
     int32_t said[ROW + 1], drafts[ROW][MOST_DEPTH];
@@ -102,15 +103,19 @@ static void one_prompt(Model *m, const Tokenizer *t, const Ids *prompt, int temp
     for (int i = 0; i < n; i += EACH)
         for (int d = 0, good = 1; d < depth && i + 1 + d < n; d++) {
             good = good && drafts[i][d] == said[i + 1 + d];
-            c->tried[number][d]++, c->right[number][d] += good;
+            c->tried[number][d]++;
+            c->right[number][d] += good;
         }
     c->ids += n;
 }
 
-// The share right at depth d, of which `want` is expected, and its standard error.
+// The acceptance rate at depth d, where `want` is expected, and its standard error.
 static double part_of(const Count *c, int n, int d, double want, double *error) {
     double right = 0, tried = 0, square = 0;
-    for (int r = 0; r < n; r++) right += c->right[r][d], tried += c->tried[r][d];
+    for (int r = 0; r < n; r++) {
+        right += c->right[r][d];
+        tried += c->tried[r][d];
+    }
     const double share = right / fmax(tried, 1);
     for (int r = 0; r < n; r++) square += pow(c->right[r][d] - share * c->tried[r][d], 2);
     *error = sqrt(square * n / (n - 1) / fmax(tried * tried, 1) + want * (1 - want) / fmax(tried, 1));

@@ -1,7 +1,7 @@
-/* test_blocks.c - gguf.h: block formats, their values, and their dots with float and int8 activations.
+/* test_blocks.c - gguf.h: block formats, their values, and their dot products with float and int8 activations.
  *
- * Run from the top of the repository. Block formats are compared with tests/golden/quants.txt and with formulas written out
- * again here, element by element, in double. */
+ * Run from the top of the repository. Block formats are compared with tests/golden/quants.txt and with independent
+ * formulas, element by element, in double. */
 #define _GNU_SOURCE
 #define GGUF_IMPLEMENTATION
 #include "gguf.h"
@@ -27,7 +27,8 @@ static uint32_t rng(void) {
 }
 static float uniform(void) { return (float)rng() * 0x1p-30f - 1; }          // -1..1
 
-static const int types[] = {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_Q4_0, GGUF_Q4_1, GGUF_Q5_0, GGUF_Q5_1, GGUF_Q2_K,
+static const int types[] = {GGUF_F32, GGUF_F16, GGUF_BF16, GGUF_Q8_0, GGUF_Q4_0, GGUF_Q4_1, GGUF_Q5_0, GGUF_Q5_1,
+                            GGUF_Q2_K,
                             GGUF_Q3_K, GGUF_Q4_K, GGUF_Q5_K, GGUF_Q6_K, GGUF_IQ4_NL, GGUF_IQ4_XS, GGUF_MXFP4, GGUF_NVFP4};
 enum { N_TYPES = sizeof types / sizeof *types, N_QUANTS = N_TYPES - 1 };     // F32 needs no golden bytes
 
@@ -46,7 +47,8 @@ static void test_table(void) {
         CHECK((strcmp(gguf_type_name(type), "unknown") == 0) == (gguf_block_elems(type) == 0),
               "type %d: name %s", type, gguf_type_name(type));
     }
-    CHECK(supported == N_TYPES && known == 35, "types: expected %d with code of 35, got %d of %d", N_TYPES, supported, known);
+    CHECK(supported == N_TYPES && known == 35, "types: expected %d with code of 35, got %d of %d", N_TYPES, supported,
+          known);
     CHECK(gguf_row_size(GGUF_Q4_K, 512) == 288 && gguf_row_size(GGUF_Q4_K, 128) == 0, "row size Q4_K");
     CHECK(gguf_row_size(GGUF_F32, SIZE_MAX / 2) == 0 && gguf_row_size(4, 32) == 0 && gguf_row_size(-1, 32) == 0,
           "row size limits");
@@ -89,7 +91,8 @@ static void test_scalars(void) {
         if (i & 2) u &= 0xfffff000;                                         // ties
         float f = float_of(u);
         if (isnan(f)) {
-            CHECK((gguf_f32_to_f16(f) & 0x7fff) > 0x7c00 && (gguf_f32_to_bf16(f) & 0x7fff) > 0x7f80, "NaN %08x is lost", u);
+            CHECK((gguf_f32_to_f16(f) & 0x7fff) > 0x7c00 && (gguf_f32_to_bf16(f) & 0x7fff) > 0x7f80, "NaN %08x is lost",
+                  u);
             continue;
         }
         CHECK(gguf_f32_to_f16(f) == f16_nearest(f),
@@ -116,9 +119,11 @@ static void test_quantize(void) {
     x[32] = 0x1p-120f;
     gguf_quantize_q8(x, q, scale, 64);
     CHECK(q[32] == 127 && scale[1] > 0, "quantize the smallest group: got %d, %g", q[32], scale[1]);
-    x[5] = NAN, x[40] = -INFINITY;
+    x[5] = NAN;
+    x[40] = -INFINITY;
     gguf_quantize_q8(x, q, scale, 64);
-    CHECK(isnan(scale[0]) && isnan(scale[1]) && q[0] == 0 && q[40] == 0, "quantize NaN, Inf: got %g, %g", scale[0], scale[1]);
+    CHECK(isnan(scale[0]) && isnan(scale[1]) && q[0] == 0 && q[40] == 0, "quantize NaN, Inf: got %g, %g", scale[0],
+          scale[1]);
     for (int i = 0; i < 32; i++) x[i] = uniform() * 1e38f;
     x[7] = 3.4028235e38f;
     gguf_quantize_q8(x, q, scale, 32);
@@ -140,7 +145,8 @@ static size_t read_hex(const char *p, uint8_t *out, size_t max) {
     return n;
 }
 
-// The golden file, and from its blocks rows of up to 88 (K = 704 and 2816 among them): m times a block has m times its dot.
+// Tests the golden file, and rows of up to 88 copies of its blocks (K = 704 and 2816 among them): m copies of a block
+// have m times its dot product.
 static void test_golden(void) {
     static const size_t repeats[] = {1, 2, 3, 7, 8, 9, 11, 22, 64, 65, 66, 88};
     static char line[1 << 14];
@@ -183,15 +189,16 @@ static void test_golden(void) {
                 CHECK(bits_of(got[i]) == bits_of(want[i]) || (got[i] == 0 && want[i] == 0),
                       "%s block %d [%d]: expected %a, got %a", name, n_blocks, i, want[i], got[i]);
         } else if (sscanf(line, "dot %la %la %la", &y64, &y8, &y_float) == 3) {
-            // Terms of subnormal size lose bits, at most 2^-149 each.
+            // A subnormal term loses bits, at most 2^-149.
             double size = 0, sizes = 0, size_x = 0, tiny = 0x1p-140;
             for (int i = 0; i < elems; i++) {
                 size += fabs((double)want[i] * scale[i / 32] * q[i]);
-                sizes += (double)want[i] * want[i], size_x += (double)x[i] * x[i];
+                sizes += (double)want[i] * want[i];
+                size_x += (double)x[i] * x[i];
             }
             float y = gguf_dot_q8(type, block, q, scale, (size_t)elems);
             CHECK(fabs(y - y64) <= 2e-6 * size + tiny, "%s block %d dot: expected %a, got %a", name, n_blocks, y64, y);
-            // Another activation format: its scales are off by up to 2^-11 each.
+            // The reference used another activation format, whose scales differ by up to 2^-11.
             CHECK(fabs(y - y8) <= 0x1p-11 * size + tiny,
                   "%s block %d dot, Q8_0: expected %a, got %a", name, n_blocks, y8, y);
             CHECK(fabs(y - y_float) <= 5e-3 * sqrt(sizes * size_x) + tiny,
@@ -217,7 +224,8 @@ static void test_golden(void) {
             CHECK(bytes == gguf_row_size(type, 256), "golden quant %s: %zu bytes", name, bytes);
             gguf_quantize(type, w, quant, 256);
             for (size_t i = 0; i < bytes; i++)
-                CHECK(quant[i] == block[i], "%s quantised, byte %zu: expected %02x, got %02x", name, i, block[i], quant[i]);
+                CHECK(quant[i] == block[i], "%s quantised, byte %zu: expected %02x, got %02x", name, i, block[i],
+                      quant[i]);
             n_quants++;
         }
     }
@@ -226,7 +234,7 @@ static void test_golden(void) {
           "golden: expected 82 blocks, 70 dots and %d quants, got %d, %d and %d", N_QUANTS, n_blocks, n_dots, n_quants);
 }
 
-// One element, from the format's definition: value = d*sub*code - min*sub_min.
+// One element by the format's definition: value = d*sub*code - min*sub_min.
 typedef struct { int code, sub; double d, min; int sub_min; } Element;
 static Element element(int type, const uint8_t *row, size_t i) {
     const uint8_t *b = row + i / (size_t)gguf_block_elems(type) * (size_t)gguf_block_bytes(type);
@@ -246,7 +254,8 @@ static Element element(int type, const uint8_t *row, size_t i) {
     case GGUF_IQ4_NL: e.code = t[b[2 + j % 16] >> (j < 16 ? 0 : 4) & 15]; break;
     case GGUF_Q4_1:
         e.code = b[4 + j % 16] >> (j < 16 ? 0 : 4) & 15;
-        e.min = -f16_value(dmin), e.sub_min = 1;
+        e.min = -f16_value(dmin);
+        e.sub_min = 1;
         break;
     case GGUF_Q5_0:
         memcpy(&h, b + 2, 4);
@@ -255,7 +264,8 @@ static Element element(int type, const uint8_t *row, size_t i) {
     case GGUF_Q5_1:
         memcpy(&h, b + 4, 4);
         e.code = (b[8 + j % 16] >> (j < 16 ? 0 : 4) & 15) + 16 * (int)(h >> j & 1);
-        e.min = -f16_value(dmin), e.sub_min = 1;
+        e.min = -f16_value(dmin);
+        e.sub_min = 1;
         break;
     case GGUF_Q4_K:
     case GGUF_Q5_K: {
@@ -281,7 +291,8 @@ static Element element(int type, const uint8_t *row, size_t i) {
         break;
     }
     case GGUF_Q2_K:
-        e.sub = b[j / 16] & 15, e.sub_min = b[j / 16] >> 4;
+        e.sub = b[j / 16] & 15;
+        e.sub_min = b[j / 16] >> 4;
         e.min = f16_value(dmin);
         e.code = b[16 + 32 * (j / 128) + l] >> 2 * (g % 4) & 3;
         break;
@@ -291,9 +302,11 @@ static Element element(int type, const uint8_t *row, size_t i) {
         break;
     case GGUF_MXFP4:
     case GGUF_NVFP4: {
-        int c = type == GGUF_MXFP4 ? b[1 + j % 16] >> (j < 16 ? 0 : 4) : b[4 + 8 * (j / 16) + j % 8] >> (j % 16 < 8 ? 0 : 4);
+        int c = type == GGUF_MXFP4 ? b[1 + j % 16] >> (j < 16 ? 0 : 4)
+            : b[4 + 8 * (j / 16) + j % 8] >> (j % 16 < 8 ? 0 : 4);
         int s = b[j / 16] & 127;
-        e.d = type == GGUF_MXFP4 ? ldexp(1, b[0] - 128) : s == 127 ? 0 : s < 8 ? ldexp(s, -10) : ldexp(8 + s % 8, s / 8 - 11);
+        e.d = type == GGUF_MXFP4 ? ldexp(1, b[0] - 128) : s == 127 ? 0 : s < 8 ? ldexp(s, -10)
+            : ldexp(8 + s % 8, s / 8 - 11);
         e.code = c & 8 ? -v[c & 7] : v[c & 7];
         break;
     }
@@ -301,7 +314,7 @@ static Element element(int type, const uint8_t *row, size_t i) {
     return e;
 }
 
-// Random blocks with scales of a sane size and either sign.
+// Random blocks with scales of usual magnitude and either sign.
 static void random_row(int type, uint8_t *row, size_t n) {
     size_t bytes = (size_t)gguf_block_bytes(type), size = gguf_row_size(type, n);
     for (size_t i = 0; i < size; i++) row[i] = (uint8_t)rng();
@@ -317,14 +330,15 @@ static void random_row(int type, uint8_t *row, size_t n) {
     }
 }
 
-// The dots: against double within 2e-6 of the sum of terms, and, bit for bit, against their definition in plain loops
-// (which needs -ffp-contract=off, like every build).
+// Tests the dot products: against double within 2e-6 of the sum of terms, and, bit for bit, against their definition in
+// plain loops (which needs -ffp-contract=off, like every build).
 static void test_dots(void) {
     static const size_t blocks[] = {1, 2, 3, 7, 8, 9, 11, 22, 64, 65, 66, 88};
     static const size_t lengths[] = {0, 1, 7, 31, 32, 33, 63, 64, 65, 100, 704, 2112, 2817};
     enum { MAX = 88 * 256 };
     uint8_t *memory = malloc(MAX * 4 + 1), *row = memory + 1;               // rows need no alignment
-    float *x = malloc(MAX * sizeof *x), *values = malloc(MAX * sizeof *values), *scale = malloc(MAX / 32 * sizeof *scale);
+    float *x = malloc(MAX * sizeof *x), *values = malloc(MAX * sizeof *values),
+        *scale = malloc(MAX / 32 * sizeof *scale);
     int8_t *q = malloc(MAX);
     for (int t = 0; t < N_TYPES; t++)
         for (int k = 0; k < 13; k++) {
@@ -354,12 +368,14 @@ static void test_dots(void) {
                     for (size_t i = 32 * g; i < 32 * g + 32; i++) {
                         Element *p = &e[i % 32 / 16];
                         *p = element(type, row, i);
-                        dot[i % 32 / 16] += p->sub * p->code * q[i], min += p->sub_min * q[i];
+                        dot[i % 32 / 16] += p->sub * p->code * q[i];
+                        min += p->sub_min * q[i];
                         float want = (float)(p->d * p->sub * p->code - p->min * p->sub_min);
                         CHECK(values[i] == want, "%s [%zu]: expected %a, got %a", name, i, want, values[i]);
                         y64 += (double)values[i] * scale[g] * q[i];
                     }
-                    float d0 = (float)e[0].d * scale[g], d1 = (float)e[1].d * scale[g], m = (float)e[0].min * scale[g], term;
+                    float d0 = (float)e[0].d * scale[g], d1 = (float)e[1].d * scale[g], m = (float)e[0].min * scale[g],
+                        term;
                     if (type == GGUF_NVFP4) term = d0 * (float)dot[0] + d1 * (float)dot[1];
                     else term = d0 * (float)(dot[0] + dot[1]);
                     if (type == GGUF_NVFP4) size += fabs((double)d0 * dot[0]) + fabs((double)d1 * dot[1]);
@@ -376,22 +392,28 @@ static void test_dots(void) {
                   "%s dot of %zu: expected %a, got %a, tolerance %g", name, n, y64, y, 2e-6 * size);
             CHECK(y == acc[0], "%s dot of %zu: by definition %a, got %a", name, n, acc[0], y);
         }
-    // Extremes: the largest codes and scales, where the integers are widest.
+    // The largest codes and scales, which give the largest integers.
     memset(q, 127, 256);
     for (int g = 0; g < 8; g++) scale[g] = 1;
     for (int sign = 0; sign < 2; sign++) {
         memset(row, sign ? 0x80 : 0x7f, 34);
-        row[0] = 0, row[1] = 0x3c;
+        row[0] = 0;
+        row[1] = 0x3c;
         float want = sign ? -128 * 127 * 32 : 127 * 127 * 32, y = gguf_dot_q8(GGUF_Q8_0, row, q, scale, 32);
         CHECK(y == want, "Q8_0 extreme: expected %g, got %g", want, y);
-        memset(row, sign ? 0x00 : 0xff, 192), memset(row + 192, 0x80, 16);
-        row[208] = 0, row[209] = 0x3c;
-        want = sign ? 128 * 32 * 127 * 256.f : -128 * 31 * 127 * 256.f, y = gguf_dot_q8(GGUF_Q6_K, row, q, scale, 256);
+        memset(row, sign ? 0x00 : 0xff, 192);
+        memset(row + 192, 0x80, 16);
+        row[208] = 0;
+        row[209] = 0x3c;
+        want = sign ? 128 * 32 * 127 * 256.f : -128 * 31 * 127 * 256.f;
+        y = gguf_dot_q8(GGUF_Q6_K, row, q, scale, 256);
         CHECK(y == want, "Q6_K extreme: expected %g, got %g", want, y);
         memset(q, -127, 256);
         memset(row, 0xff, 144);
-        row[0] = row[2] = 0, row[1] = row[3] = 0x3c;
-        want = -(63 * 15 - 63) * 127 * 256.f, y = gguf_dot_q8(GGUF_Q4_K, row, q, scale, 256);
+        row[0] = row[2] = 0;
+        row[1] = row[3] = 0x3c;
+        want = -(63 * 15 - 63) * 127 * 256.f;
+        y = gguf_dot_q8(GGUF_Q4_K, row, q, scale, 256);
         CHECK(y == want, "Q4_K extreme: expected %g, got %g", want, y);
         memset(q, 127, 256);
     }
@@ -402,7 +424,7 @@ static void test_dots(void) {
     free(q);
 }
 
-// Many rows at once: the bits of gguf_dot_q8 for every pair of rows, nothing written beside them.
+// Many rows at once: the bits of gguf_dot_q8 for every pair of rows, and nothing written outside the result.
 static void test_rows(void) {
     static const size_t n_ws[] = {1, 2, 3, 4, 5, 9};
     enum { MAX_ROWS = 70, MAX_N = 2816, STRIDE = 11 };
@@ -416,7 +438,7 @@ static void test_rows(void) {
             const size_t k = n_rows == 33 ? MAX_N : n_rows % 5 == 4 ? 704 : 32 * (1 + n_rows % 24);
             const size_t elems = (size_t)gguf_block_elems(type), n = (k + elems - 1) / elems * elems;
             const size_t n_w = n_ws[n_rows % 6], size = gguf_packed_size(n), row_size = gguf_row_size(type, n);
-            uint8_t *packed = malloc(n_rows * size);            // exactly, so that a sanitizer sees every step beyond
+            uint8_t *packed = malloc(n_rows * size);    // exact size, so that a sanitizer sees accesses beyond it
             uint8_t *rows = malloc(n_w * row_size);
             random_row(type, rows, n_w * n);
             for (size_t r = 0; r < n_rows; r++) {
@@ -447,8 +469,8 @@ static void test_rows(void) {
     free(q);
 }
 
-// Rms error of quantised Gaussian weights, in percent of their standard deviation. Published figures, of two digits each,
-// and 2 %: a quantiser that picks codes or scales less well is outside.
+// Rms error of quantised Gaussian weights, in percent of their standard deviation. The limits are published figures of
+// two digits, plus 2 %: a quantiser with worse codes or scales fails.
 static void test_quantizers(void) {
     static const struct { int type; double percent; } rms[] = {
         {GGUF_F32, 0}, {GGUF_F16, 0.0207}, {GGUF_BF16, 0.166}, {GGUF_Q8_0, 0.54}, {GGUF_Q4_0, 8.6}, {GGUF_Q4_1, 7.8},
@@ -465,26 +487,32 @@ static void test_quantizers(void) {
         const int type = rms[t].type;
         const char *name = gguf_type_name(type);
         const size_t size = gguf_row_size(type, N), bytes = (size_t)gguf_block_bytes(type);
-        uint8_t *b = malloc(size), *again = malloc(size);                   // exactly, for a sanitizer
+        uint8_t *b = malloc(size), *again = malloc(size);                   // exact size, for a sanitizer
         gguf_quantize(type, x, b, N);
         gguf_dequantize(type, b, y, N);
         double error = 0, sum = 0;
-        for (size_t i = 0; i < N; i++) error += pow((double)x[i] - y[i], 2), sum += pow(x[i], 2);
+        for (size_t i = 0; i < N; i++) {
+            error += pow((double)x[i] - y[i], 2);
+            sum += pow(x[i], 2);
+        }
         error = 100 * sqrt(error / sum);
         CHECK(fabs(error - rms[t].percent) <= 0.02 * rms[t].percent,
               "%s quantised: expected an rms error of %.3g %%, got %.3g %%", name, rms[t].percent, error);
-        // Zeros, constants, subnormals, huge and non-finite values: defined, and sane where values are finite.
+        // Zeros, constants, subnormals, huge and non-finite values: no undefined behaviour, and finite results for
+        // finite values.
         static const float odd[] = {0, -0.0f, 1, -1, 0.375f, 0x1p-149f, -0x1p-130f, 1e-38f, -1e-20f, 6e4f, 3e38f,
                                     -INFINITY, NAN};
         for (size_t k = 0; k < sizeof odd / sizeof *odd; k++)
             for (int one = 0; one < 2; one++) {                 // the whole block, or one element of an ordinary one
                 float in[256], out[256];
                 for (size_t i = 0; i < 256; i++) in[i] = one && i % 32 != 5 ? x[i] : odd[k];
-                memset(b, 0x55, 256 * 4), memset(again, 0xaa, 256 * 4);
+                memset(b, 0x55, 256 * 4);
+                memset(again, 0xaa, 256 * 4);
                 gguf_quantize(type, in, b, 256);
                 gguf_quantize(type, in, again, 256);
                 gguf_dequantize(type, b, out, 256);
-                CHECK(memcmp(b, again, gguf_row_size(type, 256)) == 0, "%s of %g: bytes are left unwritten", name, odd[k]);
+                CHECK(memcmp(b, again, gguf_row_size(type, 256)) == 0, "%s of %g: bytes are left unwritten", name,
+                      odd[k]);
                 if (!(fabsf(odd[k]) <= 1)) continue;
                 for (size_t i = 0; i < 256; i++)                            // 2 bits: a third of the range either way
                     CHECK(fabsf(out[i] - in[i]) <= 0.4f * fabsf(odd[k]) + 0.05f,
@@ -499,7 +527,8 @@ static void test_quantizers(void) {
         free(b);
         free(again);
     }
-    // Every scale of E4M3, and what lies half way to the next: upwards, but for the last subnormal (7.5, 8 units of 2^-9).
+    // Every scale of E4M3, and the midpoint to the next one: it rounds up, except after the last subnormal (7.5 and 8
+    // units of 2^-9).
     for (int s = 0; s < 0x7e; s++) {
         const float v = 2 * gguf__e4m3_half((unsigned)s), half = (v + 2 * gguf__e4m3_half((unsigned)s + 1)) / 2;
         CHECK(gguf__to_e4m3(v) == s, "E4M3 %02x: got %02x", s, gguf__to_e4m3(v));
@@ -512,7 +541,7 @@ static void test_quantizers(void) {
     free(y);
 }
 
-// Many rows of floats against one pair at a time: strides, odd lengths, one to nine rows.
+// Many rows of floats at once, compared with one pair at a time: strides, odd lengths, one to nine rows.
 static void test_float_rows(void) {
     enum { N_W = 5, ROWS = 9, WIDTH = 100 };
     static const int types[] = { GGUF_F32, GGUF_F16, GGUF_BF16 };
@@ -532,8 +561,8 @@ static void test_float_rows(void) {
                         const float y = gguf_dot_f32(types[t], w + i * stride, x + r * WIDTH, n);
                         bad += memcmp(&y, &out[r * 7 + i], sizeof y) != 0;
                     }
-                CHECK(!bad, "%s: %zu rows of %zu: %d of %zu products differ from gguf_dot_f32", gguf_type_name(types[t]), rows,
-                      n, bad, rows * N_W);
+                CHECK(!bad, "%s: %zu rows of %zu: %d of %zu products differ from gguf_dot_f32",
+                      gguf_type_name(types[t]), rows, n, bad, rows * N_W);
             }
     }
 }

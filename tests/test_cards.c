@@ -1,9 +1,10 @@
-/* test_cards.c - what the CUDA backend plans on each card of parts/cards.h, without carrying it out.
+/* test_cards.c - the launch plans of the CUDA backend for each card of parts/cards.h, without launching anything.
  *
- * For launches of true shape it asks each family of kernels what it would do on each card, and checks that the card has room for
- * it: shared memory of a block and of an SM, threads, and no more blocks than SMs where a kernel counts on that. Plans for an
- * H100 must be found wrong on an RTX 3090, both for their tiles and for their grids. docs/cards.md holds the plans as a table;
- * build/test_cards -table writes it anew. On a GPU cards are pretended, and the table is not compared. */
+ * For launches with real shapes it asks each family of kernels for its plan on each card, and checks that the card can
+ * run it: shared memory of a block and of an SM, threads, and no more blocks than SMs if a kernel needs that. The check
+ * must reject plans for an H100 on an RTX 3090, both for their tiles and for their grids. docs/cards.md has the plans
+ * as a table; build/test_cards -table prints it. On a real GPU the other cards are simulated, and the table is not
+ * compared. */
 #define TESTING
 #include "../gemma4.c"
 #include <sys/wait.h>
@@ -20,21 +21,26 @@ static const char *launch_name;
 static const Ops *op;
 
 static void watch(const LaunchPlan *p) {
-    const bool again = plans->n && !strcmp(plans->plan[plans->n - 1].launch, launch_name);     // a launch cut into several
+    // a launch that is split into several
+    const bool again = plans->n && !strcmp(plans->plan[plans->n - 1].launch, launch_name);
     if (plans->n == MAX_PLANS || again) return;
     Planned *to = &plans->plan[plans->n++];
     snprintf(to->launch, sizeof to->launch, "%s", launch_name);
-    snprintf(to->family, sizeof to->family, "%s", p->family);          // pointers mean nothing in another process
+    snprintf(to->family, sizeof to->family, "%s", p->family);          // pointers are not valid in another process
     to->plan = *p;
 }
 
-// ---- launches of true shape; nothing is read or written ----
+// ---- launches with real shapes; nothing is read or written -
 
 #define NOWHERE ((void *)(uintptr_t)WHERE)
 
 static Tensor matrix(DType type, int rows, int cols, int n) {
     Tensor t = { };
-    t.data = NOWHERE, t.type = type, t.rows = rows, t.cols = cols, t.n = n;
+    t.data = NOWHERE;
+    t.type = type;
+    t.rows = rows;
+    t.cols = cols;
+    t.n = n;
     return t;
 }
 static In input(void) { return (In){ .x = NOWHERE, .w_pre = NOWHERE, .scale = 1, .eps = 1e-6f }; }
@@ -50,7 +56,7 @@ static void gate_up(int ffn, int cols, int n_rows) {
     op->gate_up(&(GateUp){ .n_rows = n_rows, .in = input(), .gate = &gate, .up = &up, .out = activation() });
 }
 
-static void expert_gate_up(DType type, int n_rows) {    // of 26B, as the next
+static void expert_gate_up(DType type, int n_rows) {    // shapes of 26B, also below
     const Tensor gate_up = matrix(type, 2 * 704, 2816, 128);
     op->expert_gate_up(&(ExpertGateUp){ .n_rows = n_rows, .n_used = 8, .in = { .act = activation() }, .gate = &gate_up,
                                         .ids = NOWHERE, .out = activation() });
@@ -66,7 +72,7 @@ typedef struct { int heads, kv_heads, head_dim, n_rot, slots, window; } Heads;
 static const Heads local_26b = { 16, 8, 256, 0, 1152, 1024 }, full_26b = { 16, 2, 512, 64, 131072, 0 },
                    full_e4b = { 8, 2, 512, 0, 131072, 0 };
 
-// select: block_select; else attention, of listed blocks where `blocks`.
+// select: block_select; else attention, of selected blocks if `blocks`.
 static void attend(const Heads *h, KvType type, int n_rows, bool select, bool blocks) {
     const Batch batch = { NOWHERE, NOWHERE, NOWHERE, n_rows, 1 };
     const BlockList list = { (h->slots + SELECT_KEYS - 1) / SELECT_KEYS, NOWHERE, NOWHERE };
@@ -74,14 +80,18 @@ static void attend(const Heads *h, KvType type, int n_rows, bool select, bool bl
     c.k = (KvPlane){ type, h->n_rot ? 2 * h->n_rot : h->head_dim, NOWHERE, NOWHERE };
     c.v = (KvPlane){ type, h->head_dim, NOWHERE, NOWHERE };
     c.fold = NOWHERE;
-    const BlockSelect choice = { .batch = &batch, .cache = &c, .n_heads = h->heads, .q = NOWHERE, .scale = 1, .density = 0.1f,
-                                 .means = NOWHERE, .scores = NOWHERE, .weights = NOWHERE, .out = list, .count = NOWHERE };
-    const QkvStore store = { .batch = &batch, .cache = &c, .n_heads = h->heads, .q = NOWHERE, .k = NOWHERE, .v = NOWHERE,
-                             .w_q = NOWHERE, .w_k = NOWHERE, .v_norm = true, .rope = { NOWHERE, h->n_rot ? h->n_rot : h->head_dim / 2 },
-                             .eps = 1e-6f };
+    const BlockSelect choice = { .batch = &batch, .cache = &c, .n_heads = h->heads, .q = NOWHERE, .scale = 1,
+                                 .density = 0.1f,
+                                 .means =
+                                     NOWHERE, .scores = NOWHERE, .weights = NOWHERE, .out = list, .count = NOWHERE };
+    const QkvStore store = { .batch = &batch, .cache = &c, .n_heads = h->heads, .q = NOWHERE, .k = NOWHERE,
+                             .v = NOWHERE,
+                             .w_q = NOWHERE, .w_k = NOWHERE, .v_norm = true,
+                             .rope = { NOWHERE, h->n_rot ? h->n_rot : h->head_dim / 2 }, .eps = 1e-6f };
     if (select) op->block_select(&choice);
-    else op->attend(&(Attend){ .batch = &batch, .cache = &c, .n_heads = h->heads, .q = NOWHERE, .window = h->window, .scale = 1,
-                               .blocks = blocks ? &list : NULL, .store = n_rows <= STEP_ROWS ? &store : NULL,
+    else
+        op->attend(&(Attend){ .batch = &batch, .cache = &c, .n_heads = h->heads, .q = NOWHERE, .window = h->window,
+                              .scale = 1, .blocks = blocks ? &list : NULL, .store = n_rows <= STEP_ROWS ? &store : NULL,
                                .out = activation() });
 }
 
@@ -122,7 +132,7 @@ static void all_launches(void) {
 #undef LAUNCH
 }
 
-// What a card plans, found in a process of its own, since a backend reads its card once.
+// The plans for a card, computed in a separate process, because a backend reads its card only once.
 static void plan_on(const Card *card, Plans *to) {
     int ends[2];
     if (pipe(ends)) die("pipe: %s", strerror(errno));
@@ -147,10 +157,11 @@ static void plan_on(const Card *card, Plans *to) {
     int status = 1;
     close(ends[0]);
     waitpid(child, &status, 0);
-    if (!CHECK(n == sizeof *to && !status && to->n > 20, "%s: plans: status %d, %zu bytes", card->name, status, n)) to->n = 0;
+    if (!CHECK(n == sizeof *to && !status && to->n > 20, "%s: plans: status %d, %zu bytes", card->name, status, n))
+        to->n = 0;
 }
 
-// ---- what a card has room for ----
+// ---- limits of a card ------------
 
 enum { LARGE_TILE = 1, MANY_BLOCKS = 2, FULL_SM = 4 };
 static int faults(const Card *c, const LaunchPlan *p) {
@@ -158,7 +169,8 @@ static int faults(const Card *c, const LaunchPlan *p) {
     if (p->shared > (size_t)c->block_shared || p->threads > 1024) found |= LARGE_TILE;
     if (p->per_sm && p->blocks > c->n_sm * p->per_sm) found |= MANY_BLOCKS;
     const int at_once = p->per_sm ? p->per_sm : 1;
-    if (at_once * (p->shared + BLOCK_SYSTEM) > (size_t)c->sm_shared || at_once * p->threads > c->sm_threads) found |= FULL_SM;
+    if (at_once * (p->shared + BLOCK_SYSTEM) > (size_t)c->sm_shared || at_once * p->threads > c->sm_threads)
+        found |= FULL_SM;
     return found;
 }
 
@@ -166,24 +178,27 @@ static void test_card(const Card *card, const Plans *p) {
     for (int i = 0; i < p->n; i++) {
         const LaunchPlan *plan = &p->plan[i].plan;
         const int found = faults(card, plan);
-        CHECK(!found, "%s: %s: %s kernel, %s, %d blocks of %d threads and %zu bytes, %d an SM: %s", card->name, p->plan[i].launch,
+        CHECK(!found, "%s: %s: %s kernel, %s, %d blocks of %d threads and %zu bytes, %d an SM: %s", card->name,
+              p->plan[i].launch,
               p->plan[i].family, plan->choice, plan->blocks, plan->threads, plan->shared, plan->per_sm,
-              found & LARGE_TILE ? "more than a block can have" : found & MANY_BLOCKS ? "more blocks than SMs" : "more than an SM has");
+              found & LARGE_TILE ? "more than a block can have" : found & MANY_BLOCKS ? "more blocks than SMs"
+                  : "more than an SM has");
     }
 }
 
 // ---- the table ----
 
 static bool same(const Planned *a, const Planned *b) {
-    return !strcmp(a->family, b->family) && !strcmp(a->plan.choice, b->plan.choice) && a->plan.blocks == b->plan.blocks &&
-           a->plan.threads == b->plan.threads && a->plan.shared == b->plan.shared;
+    return !strcmp(a->family, b->family) && !strcmp(a->plan.choice, b->plan.choice) &&
+        a->plan.blocks == b->plan.blocks && a->plan.threads == b->plan.threads && a->plan.shared == b->plan.shared;
 }
 
 static char *table(const Plans *of) {
     char *text = NULL;
     size_t size;
     FILE *f = open_memstream(&text, &size);
-    fprintf(f, "| launch | cards | kernel | blocks x threads | shared memory, bytes | choice |\n|---|---|---|---|---|---|\n");
+    fprintf(f,
+            "| launch | cards | kernel | blocks x threads | shared memory, bytes | choice |\n|---|---|---|---|---|---|\n");
     for (int i = 0; i < of[0].n; i++) {
         bool told[N_CARDS] = { false };
         for (int c = 0; c < N_CARDS; c++) {
@@ -203,7 +218,10 @@ static char *table(const Plans *of) {
 static bool is_in_file(const char *path, const char *text) {
     FILE *f = fopen(path, "r");
     char *all = calloc(1, 1 << 16);
-    if (f) all[fread(all, 1, (1 << 16) - 1, f)] = 0, fclose(f);
+    if (f) {
+        all[fread(all, 1, (1 << 16) - 1, f)] = 0;
+        fclose(f);
+    }
     const bool found = strstr(all, text);
     free(all);
     return found;
@@ -219,7 +237,9 @@ static void test_all(bool print) {
 #ifdef EMULATED
     char *text = table(of);
     if (print) fputs(text, stdout);
-    else CHECK(is_in_file("docs/cards.md", text), "docs/cards.md: the table of plans is not the one of build/test_cards -table");
+    else
+        CHECK(is_in_file("docs/cards.md", text),
+              "docs/cards.md: the table of plans is not the one of build/test_cards -table");
     int found = 0;
     for (int i = 0; i < of[0].n; i++) found |= faults(find_card("rtx3090"), &of[0].plan[i].plan);
     CHECK(found & LARGE_TILE, "a tile too large for an RTX 3090 is not found");
