@@ -2,10 +2,11 @@
  *
  *   make_hf IN.gguf FOLDER [--shards N] [--numbered] [--prefix P] [--bf16] [--extra]
  *       the same model as a Hugging Face folder: config.json, safetensors, tokenizer.json, tokenizer_config.json,
- *       chat_template.jinja. --shards: N files and an index; --numbered: no index; --prefix: before the text model's names;
- *       --bf16: vectors become BF16; --extra: also tensors of other modalities, of types that no model may use
+ *       chat_template.jinja. --shards: N files and an index; --numbered: no index; --prefix: before the text model's
+ *       names; --bf16: vectors become BF16; --extra: also tensors of other modalities, of types that no model may use
  *   make_hf --round IN.gguf OUT.gguf     the same file with all vectors but rope_freqs rounded to BF16 values
- *   make_hf --list FILE.gguf             one line per tensor: type, name, FNV-1a 64 of the bytes; then the hash of the whole file
+ *   make_hf --list FILE.gguf             one line per tensor: type, name, FNV-1a 64 of the bytes; then the hash of the
+ *                                        whole file
  *
  * The table of names is independent of the one in the engine, so that a mistake there shows. */
 #define _GNU_SOURCE

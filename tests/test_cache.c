@@ -1,13 +1,13 @@
-/* test_cache.c - windows, rings, tied and shared caches, trees, sessions: what step() and commit() promise.
+/* test_cache.c - windows, rings, tied and shared caches, trees, sessions: the guarantees of step() and commit().
  *
- * One property in many forms: the logits of a row depend on the tokens on its path and on nothing else. Not on how the
- * prompt was cut, where its rings wrapped, which drafts came and went, who shared the step, or what a session held before.
- * Equal means equal bits. The judge is the plainest run: one token a step (t.ref), or a session that was never drafted.
- * That those logits are the model's is the business of test_forward.c; only two tests here do not compare runs with each
- * other: "poison" (what lies outside the window is not read, what lies at its edge is) and "tied" (tied == untied).
+ * It tests one property in many forms: the logits of a row depend only on the tokens on its path. They do not depend on
+ * the chunks of the prompt, on where rings wrapped, on rejected drafts, on other sessions in the step, or on what a
+ * session held before. Equal means equal bits. The reference is the simplest run: one token per step (t.ref), or a
+ * session without drafts. test_forward.c checks that those logits are correct. Two tests do not compare runs with each
+ * other: "poison" (rows outside the window are not read, rows at its edge are) and "tied" (tied == untied).
  *
- * Models are made by make_gguf. micro-*: window 32, ring 128 slots; tiny-e: window 64, ring 128 slots, which is
- * window - 1 + STEP_ROWS rounded up by one, so a ring that is too short shows there first. */
+ * Models are made by make_gguf. micro-*: window 32, ring 128 slots; tiny-e: window 64, ring 128 slots, which is window
+ * - 1 + STEP_ROWS rounded up by one, so a ring that is too short fails there first. */
 #define TESTING
 #define CPU_IMPLEMENTATION     // it looks at rows of the cache
 #include "../gemma4.c"
@@ -17,7 +17,7 @@
 #include <sys/wait.h>
 
 #ifdef SANITIZED
-enum { FEWER = 8 };           // a step takes thirty times as long: every eighth combination, a few models
+enum { FEWER = 8 };           // steps are thirty times slower: every eighth combination, a few models
 #else
 enum { FEWER = 1 };
 #endif
@@ -28,15 +28,16 @@ static struct {               // the model under test
     char    path[256];
     ModelOptions options;
     Model  *m;
-    int     number, stride;   // of every `stride` combinations of lengths and sizes this model takes one, not the same as the next model
+    // this model tests one of every `stride` combinations of lengths and sizes, another one than the next model
+    int     number, stride;
     int     rounds;           // of random drafts
     int     vocab, window, ring;       // window in tokens; slots of a sliding layer
     int32_t text[N_TEXT];
     int     n_ref;
-    float  *ref;              // (n_ref, vocab) logits of text by single steps
+    float  *ref;              // (n_ref, vocab) logits of text, from single steps
 } t;
 
-static bool my_turn(size_t i) { return (i + (size_t)t.number) % (size_t)t.stride == 0; }       // to try combination i
+static bool my_turn(size_t i) { return (i + (size_t)t.number) % (size_t)t.stride == 0; }    // true: test combination i
 
 static uint32_t random_state = 1;
 static int rnd(int n) {       // 0 .. n-1
@@ -47,11 +48,12 @@ static int rnd(int n) {       // 0 .. n-1
 // ---- files ----------------------------------------------------------------------------------------------------------
 
 static const struct { const char *preset, *quant; } files[] = {
-    { "micro-dense", "f16" }, { "micro-moe", "f16" }, { "micro-e", "f16" }, { "micro-e", "q8_0" }, { "tiny-e", "q4_k_m" }
+    { "micro-dense", "f16" }, { "micro-moe", "f16" }, { "micro-e", "f16" }, { "micro-e", "q8_0" }, { "tiny-e",
+             "q4_k_m" }
 };
 enum { MICRO_DENSE, MICRO_MOE, MICRO_E, MICRO_E_Q8, TINY_E, N_FILES };
 
-static char dir[200];         // holds the models; removed at exit
+static char dir[200];         // has the models; removed at exit
 
 static const char *file_path(int file) {
     static char path[sizeof dir + 40];
@@ -75,9 +77,10 @@ static void make_files(void) {
     owner = getpid();
     atexit(remove_files);
     for (int i = 0; i < N_FILES; i++) {
-        snprintf(command, sizeof command, "'%.300s/make_gguf' --preset %s --quant %s --seed 11 --out '%s'", build ? build : "build",
-                 files[i].preset, files[i].quant, file_path(i));
-        if (system(command)) die("cannot make a model; try make test-programs, and run this from the repository root: %s", command);
+        snprintf(command, sizeof command, "'%.300s/make_gguf' --preset %s --quant %s --seed 11 --out '%s'",
+                 build ? build : "build", files[i].preset, files[i].quant, file_path(i));
+        if (system(command))
+            die("cannot make a model; try make test-programs, and run this from the repository root: %s", command);
     }
 }
 
@@ -94,7 +97,7 @@ static void close_model(Model *m) {
     free(m);
 }
 
-static const float *logits(const Model *m, int row) {  // of the last step, where the CPU backend keeps them
+static const float *logits(const Model *m, int row) {  // of the last step, in the CPU backend's memory
     return m->s.logits + (size_t)row * (size_t)m->config.vocab;
 }
 
@@ -109,7 +112,7 @@ static const float *expected(int pos) { return t.ref + (size_t)pos * (size_t)t.v
 
 static bool equal(const float *a, const float *b) { return !memcmp(a, b, (size_t)t.vocab * sizeof *a); }
 
-// Counts one case: n rows of logits are equal bit for bit; of the first that is not, it prints row, logit, want and got.
+// Counts one case: n rows of logits are equal bit for bit. Prints the first difference: row, logit, want and got.
 __attribute__((format(printf, 5, 6)))
 static bool same_rows(int line, const float *got, const float *want, int n, const char *fmt, ...) {
     char text[200];
@@ -120,25 +123,28 @@ static bool same_rows(int line, const float *got, const float *want, int n, cons
     int r = 0, i = 0;
     while (r < n && equal(got + (size_t)r * (size_t)t.vocab, want + (size_t)r * (size_t)t.vocab)) r++;
     if (r == n) return test_check(1, __FILE__, line, " ");
-    got += (size_t)r * (size_t)t.vocab, want += (size_t)r * (size_t)t.vocab;
+    got += (size_t)r * (size_t)t.vocab;
+    want += (size_t)r * (size_t)t.vocab;
     while (i < t.vocab - 1 && !memcmp(got + i, want + i, sizeof *got)) i++;
-    return test_check(0, __FILE__, line, "%s: %s: row %d of %d: logit %d: expected %.9g, got %.9g", t.name, text, r, n, i,
-                      (double)want[i], (double)got[i]);
+    return test_check(0, __FILE__, line, "%s: %s: row %d of %d: logit %d: expected %.9g, got %.9g", t.name, text, r, n,
+                      i, (double)want[i], (double)got[i]);
 }
 #define SAME(got, want, n, ...) same_rows(__LINE__, got, want, n, __VA_ARGS__)
 
-enum { NONE, LAST, ALL };     // rows whose logits are wanted
+enum { NONE, LAST, ALL };     // rows that need logits
 
-// n tokens as a chain, not committed.
+// Runs n tokens as a chain, without commit.
 static void run_chain(Model *m, int seq, const int32_t *tokens, int n, int want) {
     static StepRow rows[N_BATCH];
-    for (int i = 0; i < n; i++) rows[i] = (StepRow){ .token = tokens[i], .parent = i - 1, .output = want == ALL || (want == LAST && i == n - 1) };
+    for (int i = 0; i < n; i++)
+        rows[i] = (StepRow){ .token = tokens[i], .parent = i - 1, .output = want == ALL ||
+                             (want == LAST && i == n - 1) };
     step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = n, .rows = rows }, 1);
 }
 
 static void accept_rows(Model *m, int n) { commit(m, &(int32_t){ n }, NULL); }
 
-// The first n tokens of the text as session seq, cut in pieces on both sides of STEP_ROWS.
+// Commits the first n tokens of the text to session seq, in chunks below and above STEP_ROWS.
 static void fill(Model *m, int seq, int n) {
     reset_session(m, seq);
     for (int at = 0, k = 0; at < n; k++) {
@@ -152,10 +158,11 @@ static void fill(Model *m, int seq, int n) {
 // ---- drafts ----
 
 static void random_tokens(StepRow *rows, int n, int want_percent) {
-    for (int i = 0; i < n; i++) rows[i] = (StepRow){ .token = rnd(t.vocab), .parent = i - 1, .output = rnd(100) < want_percent };
+    for (int i = 0; i < n; i++)
+        rows[i] = (StepRow){ .token = rnd(t.vocab), .parent = i - 1, .output = rnd(100) < want_percent };
 }
 
-// A tree of n rows in an order that mixes its branches, with about n_roots roots and paths of at most max_path rows.
+// Makes a tree of n rows whose branches are interleaved, with about n_roots roots and paths of at most max_path rows.
 static void random_tree(StepRow *rows, int n, int n_roots, int max_path, int want_percent) {
     int length[STEP_ROWS];
     random_tokens(rows, n, want_percent);
@@ -175,8 +182,8 @@ static int path_to(const StepRow *rows, int node, int32_t *path) {
     return n;
 }
 
-// Every row of the tree in session seq against its path as a chain in session `other`, which holds the same tokens.
-// Both stay as long as they are; the tree is the last step, with all rows wanted.
+// Compares every row of the tree in session seq with its path as a chain in session `other`, which has the same tokens.
+// Both keep their lengths; the tree was the last step, with logits for all rows.
 static void compare_tree(Model *m, int seq, int other, StepRow *rows, int n, const char *what) {
     bool leaf[STEP_ROWS];
     for (int i = 0; i < n; i++) {
@@ -194,7 +201,8 @@ static void compare_tree(Model *m, int seq, int other, StepRow *rows, int n, con
         run_chain(m, other, tokens, depth, ALL);
         int k = 0;
         while (k < depth - 1 && equal(want + (size_t)path[k] * (size_t)t.vocab, logits(m, k))) k++;
-        SAME(want + (size_t)path[k] * (size_t)t.vocab, logits(m, k), 1, "%s: tree of %d at length %d: row %d, depth %d, against its path as a chain",
+        SAME(want + (size_t)path[k] * (size_t)t.vocab, logits(m, k), 1,
+             "%s: tree of %d at length %d: row %d, depth %d, against its path as a chain",
              what, n, m->len[seq], (int)path[k], k);
     }
     step(m, &seg, 1);
@@ -202,12 +210,12 @@ static void compare_tree(Model *m, int seq, int other, StepRow *rows, int n, con
     free(want);
 }
 
-// ---- caches from outside ----
+// ---- access to caches ------
 
-// The caches of the layers that own one are in the order of the layers, and those come first: cache i belongs to layer i.
+// The layers that own a cache come first, and caches are in the order of layers, so cache i belongs to layer i.
 static bool is_ring(const Model *m, int i) { return m->config.layer[i].is_swa; }
 
-// Gives all rings other slots, empty, and how many the caller likes. Returns their memory, to be freed after the model.
+// Replaces all rings by empty ones with the given number of slots. Returns their memory, to be freed after the model.
 static void *replace_rings(Model *m, int slots) {
     Arena a = { 0 };
     for (int pass = 0; pass < 2; pass++) {
@@ -221,7 +229,7 @@ static void *replace_rings(Model *m, int slots) {
     return a.base;
 }
 
-static void poison_row(const Cache *c, int seq, int slot) {        // NaN in every type
+static void poison_row(const Cache *c, int seq, int slot) {        // writes NaN in any type
     for (int g = 0; g < c->n_kv_heads; g++) {
         memset(kv_row(c, &c->k, seq, g, slot), 0xff, kv_row_bytes(c->k.type, c->k.dim));
         memset(kv_row(c, &c->v, seq, g, slot), 0xff, kv_row_bytes(c->v.type, c->v.dim));
@@ -230,14 +238,15 @@ static void poison_row(const Cache *c, int seq, int slot) {        // NaN in eve
     }
 }
 
-// NaN wherever session seq has nothing that its next row may read: ring slots whose position is outside
-// [len - (window - 1), len), global slots from len on, and the stage.
+// Writes NaN to all rows that the next row of session seq must not read: ring slots whose position is outside [len -
+// (window - 1), len), global slots from len on, and the staging cache.
 static void poison_unseen(Model *m, int seq) {
     const int len = m->len[seq];
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
         for (int slot = 0; slot < c->slots; slot++) {
-            const int pos = is_ring(m, i) ? len - 1 - ((len - 1 - slot) % c->slots + c->slots) % c->slots : slot;    // newest in the slot
+            // the newest position in the slot
+            const int pos = is_ring(m, i) ? len - 1 - ((len - 1 - slot) % c->slots + c->slots) % c->slots : slot;
             if (is_ring(m, i) ? pos < max_int(0, len - (t.window - 1)) : pos >= len) poison_row(c, seq, slot);
         }
         if (!is_ring(m, i)) continue;
@@ -246,15 +255,17 @@ static void poison_unseen(Model *m, int seq) {
     }
 }
 
-static uint64_t cache_hash(const Model *m, int seq) {  // of all that session seq owns in all layers
+static uint64_t cache_hash(const Model *m, int seq) {  // hash of the rows of session seq in all layers
     uint64_t h = 0;
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
         const size_t rows = (size_t)c->n_kv_heads * (size_t)c->slots;
         h = h * 31 + hash_bytes(kv_row(c, &c->k, seq, 0, 0), rows * kv_row_bytes(c->k.type, c->k.dim));
         h = h * 31 + hash_bytes(kv_row(c, &c->v, seq, 0, 0), rows * kv_row_bytes(c->v.type, c->v.dim));
-        if (c->k.scale) h = h * 31 + hash_bytes(kv_scales(c, &c->k, seq, 0, 0), rows * kv_scale_bytes(c->k.type, c->k.dim));
-        if (c->v.scale) h = h * 31 + hash_bytes(kv_scales(c, &c->v, seq, 0, 0), rows * kv_scale_bytes(c->v.type, c->v.dim));
+        if (c->k.scale)
+            h = h * 31 + hash_bytes(kv_scales(c, &c->k, seq, 0, 0), rows * kv_scale_bytes(c->k.type, c->k.dim));
+        if (c->v.scale)
+            h = h * 31 + hash_bytes(kv_scales(c, &c->v, seq, 0, 0), rows * kv_scale_bytes(c->v.type, c->v.dim));
     }
     return h;
 }
@@ -263,15 +274,16 @@ static uint64_t cache_hash(const Model *m, int seq) {  // of all that session se
 
 static void open_test(int file, KvType k, KvType v, KvType ring) {
     snprintf(t.path, sizeof t.path, "%s", file_path(file));
-    snprintf(t.name, sizeof t.name, "%s-%s %s %s, rings %s", files[file].preset, files[file].quant, kv_names[k], kv_names[v],
-             ring ? kv_names[ring] : "as usual");
-    t.options = (ModelOptions){ .n_ctx = N_CTX, .n_seqs = N_SEQS, .n_batch = N_BATCH, .n_logits = N_BATCH, .k_type = k, .v_type = v,
-                               .ring_type = ring };
+    snprintf(t.name, sizeof t.name, "%s-%s %s %s, rings %s", files[file].preset, files[file].quant, kv_names[k],
+             kv_names[v], ring ? kv_names[ring] : "as usual");
+    t.options = (ModelOptions){ .n_ctx = N_CTX, .n_seqs = N_SEQS, .n_batch = N_BATCH, .n_logits = N_BATCH, .k_type = k,
+                                .v_type = v, .ring_type = ring };
     t.m = open_model(t.path, t.options);
     t.vocab = t.m->config.vocab;
     t.window = t.m->config.n_swa;
     t.ring = t.m->caches[0].slots;
-    CHECK(is_ring(t.m, 0) && t.ring >= t.window - 1 + STEP_ROWS && t.ring % TILE_SLOTS == 0, "%s: window %d, ring of %d slots", t.name, t.window, t.ring);
+    CHECK(is_ring(t.m, 0) && t.ring >= t.window - 1 + STEP_ROWS && t.ring % TILE_SLOTS == 0,
+          "%s: window %d, ring of %d slots", t.name, t.window, t.ring);
     random_state = 1;
     for (int i = 0; i < N_TEXT; i++) t.text[i] = rnd(t.vocab);
     t.n_ref = max_int(FEWER > 1 ? 0 : 10 * t.window, 420);
@@ -290,14 +302,15 @@ static void close_test(void) {
 
 // ---- 1. chunks ------------------------------------------------------------------------------------------------------
 
-// A prompt of n tokens in chunks == single steps.
+// A prompt of n tokens in chunks gives the same as single steps.
 static void check_chunks(int n, int size, int want) {
     Model *m = t.m;
     reset_session(m, 0);
     for (int at = 0; at < n; ) {
         const int chunk = min_int(size, n - at);
         run_chain(m, 0, t.text + at, chunk, want == LAST && at + chunk < n ? NONE : want);
-        if (want == ALL && !SAME(logits(m, 0), expected(at), chunk, "chunks of %d, all rows: rows from %d of %d", size, at, n)) return;
+        if (want == ALL && !SAME(logits(m, 0), expected(at), chunk, "chunks of %d, all rows: rows from %d of %d", size,
+                                 at, n)) return;
         accept_rows(m, chunk);
         at += chunk;
     }
@@ -306,17 +319,17 @@ static void check_chunks(int n, int size, int want) {
 
 static void test_chunks(void) {
     static const int lengths[] = { 1, 2, 31, 32, 33, 63, 64, 65, 66, 95, 96, 97, 200, 400 };
-    static const int sizes[] = { 1, 7, 32, 64, 65, 100, 400 };     // 65: the first that takes the stage
+    static const int sizes[] = { 1, 7, 32, 64, 65, 100, 400 };     // 65: the smallest that uses staging
     size_t n = 0;
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
         for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
-            if (k && sizes[k - 1] >= lengths[i]) continue;         // the same cut again
+            if (k && sizes[k - 1] >= lengths[i]) continue;         // the same chunks again
             if (my_turn(n++)) check_chunks(lengths[i], sizes[k], LAST);
             if (k && my_turn(n++)) check_chunks(lengths[i], sizes[k], ALL);
         }
 }
 
-// Random cuts, and of every chunk a random selection of rows wanted.
+// Random chunks, with logits for random rows of each chunk.
 static void test_wanted(void) {
     Model *m = t.m;
     static StepRow rows[N_BATCH];
@@ -325,11 +338,13 @@ static void test_wanted(void) {
         for (int at = 0; at < 300; ) {
             const int chunk = min_int(1 + rnd(140), 300 - at), percent = rnd(2) ? 10 : 60;
             int r = 0;
-            for (int i = 0; i < chunk; i++) rows[i] = (StepRow){ .token = t.text[at + i], .output = rnd(100) < percent };
+            for (int i = 0; i < chunk; i++)
+                rows[i] = (StepRow){ .token = t.text[at + i], .output = rnd(100) < percent };
             step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = rows }, 1);
             for (int i = 0; i < chunk; i++) {
                 if (!rows[i].output) continue;
-                if (!SAME(logits(m, r++), expected(at + i), 1, "position %d of a chunk of %d, %d %% wanted", at + i, chunk, percent)) return;
+                if (!SAME(logits(m, r++), expected(at + i), 1, "position %d of a chunk of %d, %d %% wanted", at + i,
+                          chunk, percent)) return;
             }
             CHECK(m->step.n_out == r, "%s: %d rows of logits, expected %d", t.name, m->step.n_out, r);
             accept_rows(m, chunk);
@@ -338,17 +353,19 @@ static void test_wanted(void) {
     }
     // run_prompt makes its own chunks, of n_batch rows
     ModelOptions o = t.options;
-    o.n_batch = 100, o.n_logits = 1;
+    o.n_batch = 100;
+    o.n_logits = 1;
     Model *p = open_model(t.path, o);
     run_prompt(p, 1, t.text, 330);
     SAME(logits(p, 0), expected(329), 1, "run_prompt, 330 tokens, n_batch 100");
-    // A draw belongs to its position, however the prompt was cut.
+    // A sampled token depends on its position, not on the chunks.
     for (uint64_t seed = 0; seed < 20; seed++) {
         const SampleParams params = { .seed = seed, .temperature = 1, .top_p = 1, .repeat = 1 };
         const int32_t want = sample_row(expected(329), t.vocab, NULL, &params, 329);
         const Batch b = { .rows = p->s.out_rows, .segs = p->s.segs, .len = p->s.len, .n_rows = 1, .n_segs = 1 };
         p->s.params[1] = params;
-        p->ops->sample(&(Sample){ .batch = &b, .vocab = t.vocab, .logits = p->s.logits, .params = p->s.params, .out = p->s.chosen });
+        p->ops->sample(&(Sample){ .batch = &b, .vocab = t.vocab, .logits = p->s.logits, .params = p->s.params,
+                                  .out = p->s.chosen });
         CHECK(p->s.chosen[0] == want, "%s: seed %d after a prompt in chunks: token %d, expected %d", t.name, (int)seed,
               (int)p->s.chosen[0], (int)want);
     }
@@ -365,39 +382,44 @@ static void test_ring(void) {
     const int W = t.window, n = FEWER > 1 ? 5 * W : 10 * W;
     ModelOptions o = t.options;
     o.n_seqs = 1;
-    Model *m = open_model(t.path, o);                  // rings as long as the context: they never wrap
+    Model *m = open_model(t.path, o);                  // rings as long as the context, which never wrap
     void *rings = replace_rings(m, N_CTX + STEP_ROWS);
     for (int i = 0; i < n; i++) {
         run_chain(m, 0, t.text + i, 1, LAST);
-        if (!SAME(logits(m, 0), expected(i), 1, "position %d of %d: rings of %d slots against rings that never wrap", i, n, t.ring)) break;
+        if (!SAME(logits(m, 0), expected(i), 1, "position %d of %d: rings of %d slots against rings that never wrap", i,
+                  n, t.ring)) break;
         accept_rows(m, 1);
     }
     close_model(m);
     free(rings);
 
-    m = open_model(t.path, o);                         // the shortest rings that gemma4.h allows, but for the tile
+    m = open_model(t.path, o);    // the shortest rings that gemma4.h allows, except for the tile size
     rings = replace_rings(m, W - 1 + STEP_ROWS);
     const int at = 3 * W + 5;
-    for (int seam = 0; seam < 2; seam++) {             // seam 1: the draft crosses the end of the ring
+    for (int seam = 0; seam < 2; seam++) {             // seam 1: the draft wraps around the ring's end
         const int len = at + seam * (W - 1 + STEP_ROWS - at % (W - 1 + STEP_ROWS) - 10);
         fill(m, 0, len);
         run_chain(m, 0, t.text + len, STEP_ROWS, ALL);
-        SAME(logits(m, 0), expected(len), STEP_ROWS, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS, STEP_ROWS, len);
+        SAME(logits(m, 0), expected(len), STEP_ROWS, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS,
+             STEP_ROWS, len);
         run_chain(m, 0, t.text + len, 1, ALL);
         SAME(logits(m, 0), expected(len), 1, "rings of window - 1 + %d: after a rejected draft at %d", STEP_ROWS, len);
         run_chain(m, 0, t.text + len, STEP_ROWS + 1, ALL);
-        SAME(logits(m, 0), expected(len), STEP_ROWS + 1, "rings of window - 1 + %d: a prompt chunk at %d", STEP_ROWS, len);
+        SAME(logits(m, 0), expected(len), STEP_ROWS + 1, "rings of window - 1 + %d: a prompt chunk at %d", STEP_ROWS,
+             len);
     }
     close_model(m);
     free(rings);
 
-    m = open_model(t.path, o);                         // one less, and a draft of 64 overwrites what its first row reads
+    m = open_model(t.path, o);    // one slot less: a draft of 64 rows overwrites a row that its first row reads
     rings = replace_rings(m, W - 1 + STEP_ROWS - 1);
     fill(m, 0, at);
     run_chain(m, 0, t.text + at, STEP_ROWS - 1, ALL);
-    SAME(logits(m, 0), expected(at), STEP_ROWS - 1, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS - 1, STEP_ROWS - 1, at);
+    SAME(logits(m, 0), expected(at), STEP_ROWS - 1, "rings of window - 1 + %d: a draft of %d at %d", STEP_ROWS - 1,
+         STEP_ROWS - 1, at);
     run_chain(m, 0, t.text + at, STEP_ROWS, ALL);
-    CHECK(!equal(logits(m, 0), expected(at)), "%s: rings of window - 1 + %d slots should be too short for a draft of %d", t.name, STEP_ROWS - 1, STEP_ROWS);
+    CHECK(!equal(logits(m, 0), expected(at)),
+          "%s: rings of window - 1 + %d slots should be too short for a draft of %d", t.name, STEP_ROWS - 1, STEP_ROWS);
     close_model(m);
     free(rings);
 }
@@ -412,11 +434,12 @@ static void test_poison(void) {
         if (!my_turn(k)) continue;
         int len = lengths[k];
         fill(m, 0, len);
-        random_tree(draft, STEP_ROWS, 3, 20, 0);       // leaves stale rows everywhere
+        random_tree(draft, STEP_ROWS, 3, 20, 0);       // leaves stale rows in all slots
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_TREE, .n = STEP_ROWS, .rows = draft }, 1);
         poison_unseen(m, 0);
         run_chain(m, 0, t.text + len, STEP_ROWS, ALL);
-        SAME(logits(m, 0), expected(len), STEP_ROWS, "NaN outside the window at %d, then a draft of %d", len, STEP_ROWS);
+        SAME(logits(m, 0), expected(len), STEP_ROWS, "NaN outside the window at %d, then a draft of %d", len,
+             STEP_ROWS);
         for (const int end = len + 3; len < end; len++) {
             poison_unseen(m, 0);
             run_chain(m, 0, t.text + len, 1, ALL);
@@ -427,15 +450,16 @@ static void test_poison(void) {
             const int n = STEP_ROWS + 9, first = want == ALL ? 0 : n - 1;
             poison_unseen(m, 0);
             run_chain(m, 0, t.text + len, n, want);
-            SAME(logits(m, 0), expected(len + first), n - first, "NaN outside the window at %d, then a prompt chunk%s", len, want == ALL ? "" : ", last row");
+            SAME(logits(m, 0), expected(len + first), n - first, "NaN outside the window at %d, then a prompt chunk%s",
+                 len, want == ALL ? "" : ", last row");
             accept_rows(m, n);
             len += n;
         }
     }
-    // The other way round: each cache is read up to its edge. Layers that share a cache stand behind its owner.
+    // The opposite: each cache is read up to the edge of the window. Layers that share a cache come after its owner.
     const int len = R + 3;
     fill(m, 0, len);
-    fill(m, 1, len);                                   // has what session 0 gets back
+    fill(m, 1, len);                                   // has the rows that are restored in session 0
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
         const int oldest = is_ring(m, i) ? len - (W - 1) : 0, before = oldest - 1;
@@ -443,7 +467,8 @@ static void test_poison(void) {
         for (int k = 0; k < 3; k++) {
             poison_row(c, 0, seen[k] % c->slots);
             run_chain(m, 0, t.text + len, 1, ALL);
-            CHECK(!equal(logits(m, 0), expected(len)), "%s: cache %d: position %d is in sight of position %d, but NaN there changes nothing", t.name, i, seen[k], len);
+            CHECK(!equal(logits(m, 0), expected(len)),
+                  "%s: cache %d: position %d is in sight of position %d, but NaN there changes nothing", t.name, i, seen[k], len);
             kv_move(c, 0, seen[k] % c->slots, c, 1, seen[k] % c->slots);
         }
         if (!is_ring(m, i)) continue;
@@ -455,7 +480,8 @@ static void test_poison(void) {
 
 // ---- 4. trees and rollback ------------------------------------------------------------------------------------------
 
-// Tree == its chains; then a random path is committed, and session 0 goes on like session 1, which got it token by token.
+// A tree equals its chains. Then a random path is committed, and session 0 continues like session 1, which got the path
+// token by token.
 static void test_trees(void) {
     Model *m = t.m;
     const int W = t.window, R = t.ring;
@@ -486,7 +512,7 @@ static void test_trees(void) {
             free(want);
         }
     }
-    // One branch as long as the window, the longest that gemma4.h allows, and short ones beside it.
+    // One branch as long as the window, the longest that gemma4.h allows, and short branches.
     fill(m, 0, W + 3);
     fill(m, 1, W + 3);
     random_tokens(rows, STEP_ROWS, 100);
@@ -494,8 +520,8 @@ static void test_trees(void) {
     compare_tree(m, 0, 1, rows, STEP_ROWS, "deep");
 }
 
-// Session 0 is drafted at random, chains and trees, and keeps a random part; session 1 gets only what was kept.
-// Session 2 is a bystander.
+// Session 0 gets random drafts, chains and trees, and commits a random part; session 1 gets only the committed tokens.
+// Session 2 is not involved.
 static void draft_rounds(int n_rounds, const char *what) {
     Model *m = t.m;
     StepRow rows[STEP_ROWS];
@@ -521,16 +547,17 @@ static void draft_rounds(int n_rounds, const char *what) {
         float *drafted = copy_logits(m, m->step.n_out);
         commit(m, &(int32_t){ n_out }, path);
         for (int k = 0; k < n_out; k++) tokens[k] = rows[path[k]].token;
-        tokens[n_out] = rnd(t.vocab);                 // one more, in both
+        tokens[n_out] = rnd(t.vocab);                 // one more token, in both
         run_chain(m, 0, tokens + n_out, 1, ALL);
         accept_rows(m, 1);
         float *next = copy_logits(m, 1);
         if (n_out) {
             run_chain(m, 1, tokens, n_out, ALL);
-            int k = 0, r = 0;                          // r: row of drafted that belongs to row path[k]
+            int k = 0, r = 0;                          // r: the row of `drafted` for row path[k]
             for (int i = 0; k < n_out; i++) {
                 if (path[k] == i) {
-                    if (rows[i].output && !SAME(drafted + (size_t)r * (size_t)t.vocab, logits(m, k), 1, "%s: round %d: %s of %d at %d, %d kept: logits of row %d",
+                    if (rows[i].output && !SAME(drafted + (size_t)r * (size_t)t.vocab, logits(m, k), 1,
+                                                "%s: round %d: %s of %d at %d, %d kept: logits of row %d",
                                               what, round, tree ? "tree" : "chain", n, len, n_out, i)) break;
                     k++;
                 }
@@ -540,7 +567,8 @@ static void draft_rounds(int n_rounds, const char *what) {
         }
         run_chain(m, 1, tokens + n_out, 1, ALL);
         accept_rows(m, 1);
-        const bool ok = SAME(next, logits(m, 0), 1, "%s: round %d: token after %d rows kept of a %s of %d at %d", what, round, n_out, tree ? "tree" : "chain", n, len);
+        const bool ok = SAME(next, logits(m, 0), 1, "%s: round %d: token after %d rows kept of a %s of %d at %d", what,
+                             round, n_out, tree ? "tree" : "chain", n, len);
         free(drafted);
         free(next);
         if (!ok) break;
@@ -565,9 +593,9 @@ static void test_rollback(void) {
 
 // ---- 5. sessions ----------------------------------------------------------------------------------------------------
 
-typedef struct { SegKind kind; int n; } Part;          // n 0: takes no part
+typedef struct { SegKind kind; int n; } Part;          // n 0: not in the step
 
-// One step of several sessions in m == one step each in alone. order: which session comes first.
+// One step of several sessions in m equals one step each in alone. order: the order of the sessions.
 static void check_mixed(Model *m, Model *alone, const Part *parts, int order, int want_percent) {
     static StepRow rows[N_SEQS][N_BATCH];
     StepSeg segs[N_SEQS];
@@ -582,7 +610,8 @@ static void check_mixed(Model *m, Model *alone, const Part *parts, int order, in
         if (parts[seq].kind == SEG_TREE) n_accept[n_segs] = path_to(rows[seq], rnd(n), path + n_segs * STEP_ROWS);
         else n_accept[n_segs] = n > STEP_ROWS || rnd(2) ? n : rnd(n + 1);
         segs[n_segs++] = (StepSeg){ .seq = seq, .kind = parts[seq].kind, .n = n, .rows = rows[seq] };
-        snprintf(text + strlen(text), sizeof text - strlen(text), " %s%d@%d", parts[seq].kind == SEG_TREE ? "tree" : "chain", n, m->len[seq]);
+        snprintf(text + strlen(text), sizeof text - strlen(text), " %s%d@%d",
+                 parts[seq].kind == SEG_TREE ? "tree" : "chain", n, m->len[seq]);
     }
     if (!n_segs) return;
     step(m, segs, n_segs);
@@ -590,7 +619,8 @@ static void check_mixed(Model *m, Model *alone, const Part *parts, int order, in
     commit(m, n_accept, path);
     for (int i = 0; i < n_segs; i++) {
         step(alone, &segs[i], 1);
-        SAME(got + (size_t)row * (size_t)t.vocab, logits(alone, 0), alone->step.n_out, "segment %d of a step of%s, against the same alone", i, text);
+        SAME(got + (size_t)row * (size_t)t.vocab, logits(alone, 0), alone->step.n_out,
+             "segment %d of a step of%s, against the same alone", i, text);
         row += alone->step.n_out;
         commit(alone, &n_accept[i], path + i * STEP_ROWS);
         CHECK(m->len[segs[i].seq] == alone->len[segs[i].seq], "%s:%s: length of session %d", t.name, text, segs[i].seq);
@@ -600,8 +630,8 @@ static void check_mixed(Model *m, Model *alone, const Part *parts, int order, in
 
 static void test_sessions(void) {
     static const Part fixed[][N_SEQS] = {
-        { { SEG_CHAIN, 40 }, { SEG_CHAIN, 1 }, { SEG_TREE, 23 } },             // not staged
-        { { SEG_CHAIN, 100 }, { SEG_CHAIN, 1 }, { SEG_TREE, 64 } },            // staged: two short segments pass the stage
+        { { SEG_CHAIN, 40 }, { SEG_CHAIN, 1 }, { SEG_TREE, 23 } },             // without staging
+        { { SEG_CHAIN, 100 }, { SEG_CHAIN, 1 }, { SEG_TREE, 64 } },    // staging: two short segments do not use it
         { { SEG_CHAIN, 1 }, { SEG_CHAIN, 150 }, { SEG_CHAIN, 90 } },           // two prompts, one longer than the ring
         { { SEG_CHAIN, 1 }, { SEG_CHAIN, 1 }, { SEG_CHAIN, 1 } },
         { { SEG_TREE, 64 }, { SEG_CHAIN, 0 }, { SEG_CHAIN, 65 } },
@@ -618,7 +648,8 @@ static void test_sessions(void) {
         Part parts[N_SEQS];
         for (int seq = 0; seq < N_SEQS; seq++) {
             const int kind = rnd(5);                   // 0: none, 1: decode, 2: tree, 3: short chain, 4: prompt
-            parts[seq] = (Part){ kind == 2 ? SEG_TREE : SEG_CHAIN, kind == 0 ? 0 : kind == 1 ? 1 : kind == 4 ? 65 + rnd(60) : 1 + rnd(STEP_ROWS) };
+            parts[seq] = (Part){ kind == 2 ? SEG_TREE : SEG_CHAIN,
+                                 kind == 0 ? 0 : kind == 1 ? 1 : kind == 4 ? 65 + rnd(60) : 1 + rnd(STEP_ROWS) };
             if (i < n_fixed) parts[seq] = fixed[i][seq];
             if (t.m->len[seq] + parts[seq].n + STEP_ROWS > N_CTX) {
                 reset_session(t.m, seq);
@@ -626,7 +657,7 @@ static void test_sessions(void) {
             }
         }
         check_mixed(t.m, alone, parts, i, i % 3 == 0 ? 100 : i % 3 == 1 ? 15 : 0);
-        for (int seq = 0; seq < N_SEQS; seq++) {       // whatever was kept: the next token sees it
+        for (int seq = 0; seq < N_SEQS; seq++) {       // the next token sees what was committed
             Part next[N_SEQS] = { 0 };
             next[seq] = (Part){ SEG_CHAIN, 1 };
             check_mixed(t.m, alone, next, 0, 100);
@@ -635,15 +666,15 @@ static void test_sessions(void) {
     close_model(alone);
 }
 
-// ---- 6. what a cache holds ------------------------------------------------------------------------------------------
+// ---- 6. contents of caches ------------------------------------------------------------------------------------------
 
 static int compare_doubles(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return x < y ? -1 : x > y;
 }
 
-// Largest difference of each of 160 positions, in parts of max|logit|, between t.ref and a model with other caches: the
-// largest of them, or the one in the middle.
+// The difference between t.ref and a model with other caches: at each of 160 positions the largest, relative to
+// max|logit|; of these the maximum or the median.
 static double difference(ModelOptions o, bool median) {
     o.n_seqs = 1;
     Model *m = open_model(t.path, o);
@@ -660,16 +691,18 @@ static double difference(ModelOptions o, bool median) {
     return row[median ? 80 : 159] / largest;
 }
 
-// Rounding in a cache moves logits a little, unless it tips something over: another expert is chosen (then only the
-// median is bounded), or an int8 activation rounds the other way (then what is measured is the noise of int8).
+// Rounding in a cache changes logits only a little, except if another expert is chosen (then only the median is
+// bounded) or an int8 activation rounds the other way (then the noise of int8 is measured).
 static void test_layout(void) {
     ModelOptions o = t.options;
-    const bool f32 = o.k_type == KV_F32, moe = t.m->config.n_experts > 0, int8 = is_quantised(t.m->weights.layer[0].attn_q.type);
-    const bool coded = kv_group(o.k_type) > 0;         // three bits of K and V are the most that is lost
+    const bool f32 = o.k_type == KV_F32, moe = t.m->config.n_experts > 0,
+        int8 = is_quantised(t.m->weights.layer[0].attn_q.type);
+    const bool coded = kv_group(o.k_type) > 0;         // the limit is for caches of three bits
     double most = coded ? 0.5 : int8 ? 0.1 : 5e-3;
     o.k_type = o.v_type = f32 ? KV_F16 : KV_F32;
     double d = difference(o, moe || coded);
-    CHECK(d > 0 && d <= most, "%s: against %s: %s difference %.3g of max|logit|, expected at most %g", t.name, f32 ? "f16" : "f32", moe ? "median" : "largest", d, most);
+    CHECK(d > 0 && d <= most, "%s: against %s: %s difference %.3g of max|logit|, expected at most %g", t.name,
+          f32 ? "f16" : "f32", moe ? "median" : "largest", d, most);
     o = t.options;
     o.untied = true;
     o.n_seqs = 1;
@@ -678,13 +711,15 @@ static void test_layout(void) {
     if (!has_tied) return;
     most = coded ? 0.5 : f32 ? 1e-5 : 5e-3;
     d = difference(o, (moe || coded) && !f32);
-    CHECK(d <= most, "%s: tied against untied: %s difference %.3g of max|logit|, expected at most %g", t.name, moe && !f32 ? "median" : "largest", d, most);
+    CHECK(d <= most, "%s: tied against untied: %s difference %.3g of max|logit|, expected at most %g", t.name, moe &&
+          !f32 ? "median" : "largest", d, most);
     Model *untied = open_model(t.path, (o.n_seqs = N_SEQS, o));
-    const size_t rounding = coded ? 4096 * 1024 : 0;   // scales of few rows do not fill 256 bytes
+    const size_t rounding = coded ? 4096 * 1024 : 0;   // scales of few rows are padded to 256 bytes
     const size_t tied_bytes = t.m->plan.kv_global * 1024, untied_bytes = untied->plan.kv_global * 640;
     CHECK(tied_bytes >= untied_bytes && tied_bytes <= untied_bytes + rounding,
           "%s: global caches: tied %zu bytes, untied %zu, expected 640 / 1024", t.name, t.m->plan.kv_global, untied->plan.kv_global);
-    CHECK(t.m->plan.kv_rings == untied->plan.kv_rings, "%s: rings: tied %zu bytes, untied %zu", t.name, t.m->plan.kv_rings, untied->plan.kv_rings);
+    CHECK(t.m->plan.kv_rings == untied->plan.kv_rings, "%s: rings: tied %zu bytes, untied %zu", t.name,
+          t.m->plan.kv_rings, untied->plan.kv_rings);
     close_model(untied);
 }
 
@@ -695,7 +730,7 @@ static void test_reset(void) {
     for (int i = 0; i < 150; i++) other[i] = rnd(t.vocab);
     Model *fresh = open_model(t.path, t.options);
     fill(t.m, 0, t.ring + 77);
-    run_chain(t.m, 0, t.text, STEP_ROWS, NONE);        // a draft that nobody kept
+    run_chain(t.m, 0, t.text, STEP_ROWS, NONE);        // a rejected draft
     reset_session(t.m, 0);
     for (int at = 0, n = 1; at < 150; at += n, n = at < 20 ? 3 : 65) {
         n = min_int(n, 150 - at);
@@ -725,22 +760,25 @@ static void test_full(int n_ctx) {
     SAME(logits(m, 0), expected(n_ctx - 1), 1, "context of %d, filled one by one: last position", n_ctx);
     fill(m, 1, n_ctx - 1);
     const uint64_t before[] = { cache_hash(m, 0), cache_hash(m, 2) };
-    run_chain(m, 1, t.text + n_ctx - 1, STEP_ROWS, ALL);           // the session in the middle drafts into the spare slots
-    SAME(logits(m, 0), expected(n_ctx - 1), STEP_ROWS, "context of %d: draft of %d at the last position", n_ctx, STEP_ROWS);
+    run_chain(m, 1, t.text + n_ctx - 1, STEP_ROWS, ALL);           // the middle session drafts into the spare slots
+    SAME(logits(m, 0), expected(n_ctx - 1), STEP_ROWS, "context of %d: draft of %d at the last position", n_ctx,
+         STEP_ROWS);
     random_tree(rows, STEP_ROWS, 2, 20, 0);
     step(m, &(StepSeg){ .seq = 1, .kind = SEG_TREE, .n = STEP_ROWS, .rows = rows }, 1);
     run_chain(m, 1, t.text + n_ctx - 1, STEP_ROWS, ALL);
     accept_rows(m, 1);
     run_chain(m, 1, t.text + n_ctx, STEP_ROWS, ALL);
-    SAME(logits(m, 0), expected(n_ctx), STEP_ROWS, "context of %d, full: draft of %d that cannot be kept", n_ctx, STEP_ROWS);
-    CHECK(cache_hash(m, 0) == before[0] && cache_hash(m, 2) == before[1], "%s: context of %d: drafts at its end changed another session", t.name, n_ctx);
+    SAME(logits(m, 0), expected(n_ctx), STEP_ROWS, "context of %d, full: draft of %d that cannot be kept", n_ctx,
+         STEP_ROWS);
+    CHECK(cache_hash(m, 0) == before[0] && cache_hash(m, 2) == before[1],
+          "%s: context of %d: drafts at its end changed another session", t.name, n_ctx);
     close_model(m);
 }
 
 // ---- 8. the newest rows in f16 too ----------------------------------------------------------------------------------
 
-// Steps of 1 to 64 rows give the bits of single steps also with a tail, whatever was drafted, and until all of the text is
-// in the tail those of a cache of f16 rows. A session goes back as far as the tail has spare rows.
+// Steps of 1 to 64 rows give the bits of single steps also with a tail, whatever was drafted; as long as the whole text
+// is in the tail, they give the bits of an f16 cache. A session can go back by the spare rows of the tail.
 static void test_tail(void) {
     enum { N = 260, TAIL = 128 };
     if (!kv_group(t.options.k_type) || !kv_group(t.options.v_type)) return;
@@ -756,7 +794,7 @@ static void test_tail(void) {
     for (int i = 0; i < N; i++) {
         run_chain(m, 0, t.text + i, 1, LAST);
         read_logits(m, 0, want + (size_t)i * (size_t)t.vocab);
-        run_chain(m, 0, t.text + i, 1 + i % 64, NONE);         // a draft that nobody keeps
+        run_chain(m, 0, t.text + i, 1 + i % 64, NONE);         // a rejected draft
         accept_rows(m, 1);
     }
     double far = 0, largest = 0;
@@ -768,7 +806,8 @@ static void test_tail(void) {
             largest = fmax(largest, fabs((double)logits(halves, 0)[i]));
         }
     }
-    CHECK(far < 2e-2 * largest || t.m->config.n_experts, "%s: text within the tail: logits are %.3g of the largest from those of f16", t.name, far / largest);
+    CHECK(far < 2e-2 * largest || t.m->config.n_experts,
+          "%s: text within the tail: logits are %.3g of the largest from those of f16", t.name, far / largest);
     CHECK(!equal(want + (size_t)(N - 1) * (size_t)t.vocab, expected(N - 1)), "%s: a tail changes nothing", t.name);
     for (int at = 0, n = 1; at < N; at += n, n = 1 + (at * 7) % STEP_ROWS) {
         n = min_int(n, N - at);
@@ -787,8 +826,8 @@ static void test_tail(void) {
 }
 
 // ---- jobs -----------------------------------------------------------------------------------------------------------
-// Models are independent and their steps too small to be worth sharing between threads: one process each, one thread,
-// as many at a time as there are processors. Counts come back through shared memory.
+// Models are independent and their steps are too small for several threads: one process with one thread for each model,
+// as many at a time as there are processors. Counts are returned through shared memory.
 
 static const struct {
     int    file;
@@ -804,10 +843,11 @@ static const struct {
     { MICRO_E_Q8, KV_F32, KV_F32, KV_F32, 7, 50 },
     { TINY_E, KV_F32, KV_F32, KV_F32, 14, 16 }, { MICRO_DENSE, KV_F32, KV_F32, KV_F32, 4, 50 },
     { MICRO_E, KV_F16, KV_F16, KV_F32, 5, 50 }, { MICRO_MOE, KV_F32, KV_F32, KV_F32, 5, 50 },
-    { MICRO_E, KV_F16, KV_F32, KV_F32, 9, 16 },        // rings f16, the global layer's V f32
+    { MICRO_E, KV_F16, KV_F32, KV_F32, 9, 16 },        // f16 rings, f32 V of the global layer
     { MICRO_E, KV_TQ3, KV_Q8_0, KV_Q8_0, 13, 12 }
 #else
-    { MICRO_E, KV_F32, KV_F32, KV_F32, 4, 50 }, { MICRO_MOE, KV_F16, KV_F16, KV_F32, 4, 24 }, { MICRO_E_Q8, KV_F32, KV_F32, KV_F32, 4, 24 },
+    { MICRO_E, KV_F32, KV_F32, KV_F32, 4, 50 }, { MICRO_MOE, KV_F16, KV_F16, KV_F32, 4, 24 },
+    { MICRO_E_Q8, KV_F32, KV_F32, KV_F32, 4, 24 },
     { MICRO_DENSE, KV_TQ3, KV_TQ3, KV_Q8_0, 8, 12 }
 #endif
 };
@@ -828,16 +868,17 @@ static void run_job(int i) {
     test_layout();
     test_reset();
     test_tail();
-    test_full(128);           // and 64 spare slots: not one more than needed
+    test_full(128);           // and 64 spare slots: exactly as many as needed
     close_test();
-    printf("%s: %d passed, %d failed, %.1f s of processor time\n", t.name, test_passed, test_failed, (double)clock() / CLOCKS_PER_SEC);
+    printf("%s: %d passed, %d failed, %.1f s of processor time\n", t.name, test_passed, test_failed,
+           (double)clock() / CLOCKS_PER_SEC);
 }
 
 int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     make_files();
     start_threads(1);
-    if (argc > 1) {                                    // one job, here
+    if (argc > 1) {                                    // one job, in this process
         run_job(atoi(argv[1]) % N_JOBS);
         return test_done("cache");
     }
@@ -864,7 +905,10 @@ int main(int argc, char **argv) {
         CHECK(status == 0, "a model's process ended with status 0x%x", (unsigned)status);
         ended++;
     }
-    for (int i = 0; i < n_jobs; i++) test_passed += counts[i][0], test_failed += counts[i][1];
+    for (int i = 0; i < n_jobs; i++) {
+        test_passed += counts[i][0];
+        test_failed += counts[i][1];
+    }
     munmap(counts, N_JOBS * sizeof *counts);
     return test_done("cache");
 }

@@ -1,13 +1,14 @@
-/* test_chat.c - conversations to prompts and answers back: tokenizer.h against the reference renderings and readings in
- * tests/golden/gemma4-chat.jsonl.gz and gemma4-parse.jsonl.gz, and against properties: what is rendered reads back the
- * same, no text can bring in a marker, no cut of the stream changes the result, no lack of memory goes unnoticed.
+/* test_chat.c - rendering prompts and parsing answers: tokenizer.h against the reference results in
+ * tests/golden/gemma4-chat.jsonl.gz and gemma4-parse.jsonl.gz, and against properties: a rendered answer is parsed back
+ * to the same, no text can insert a marker, the pieces of a stream do not change the result, running out of memory is
+ * always reported.
  *
- * Uses models/gemma4-mini-q8_0.gguf for the properties, Gemma 4's own vocabulary for the vectors. */
+ * Uses models/gemma4-mini-q8_0.gguf for the properties and Gemma 4's vocabulary for the test vectors. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap; popen
 #include "../gguf.h"
 #include <stdlib.h>
 
-// Allocations of tokenizer.h, which fail from the fail_at-th on; -1: never.
+// Allocations of tokenizer.h. From number fail_at on they fail; -1: never.
 static long fail_at = -1;
 static bool out_of_memory(void) { return fail_at >= 0 && fail_at-- == 0 ? fail_at = 0, true : false; }
 static void *test_malloc(size_t n) { return out_of_memory() ? NULL : malloc(n); }
@@ -29,7 +30,8 @@ static void *test_realloc(void *p, size_t n) { return out_of_memory() ? NULL : r
 static TokStr text_of(const TokText *v) { return (TokStr){ v->s, v->n }; }
 static bool flag(const GgufJson *row, const char *name) { return field(row, name).type == GGUF_J_TRUE; }
 
-// A given start of the answer, as the rows write it: [<|channel>thought\n THOUGHT [\n<channel|> TEXT]] or TEXT.
+// The prefilled beginning of an answer, as the rows write it: [<|channel>thought\n THOUGHT [\n<channel|> TEXT]] or
+// TEXT.
 static void split_prefill(TokStr s, TokChat *c) {
     const char *open = "<|channel>thought\n", *close = "\n<channel|>";
     if (!s.n) return;
@@ -44,9 +46,10 @@ static void split_prefill(TokStr s, TokChat *c) {
 
 static void put(TokText *out, const char *s) { if (!tok_text_append(out, s, strlen(s))) exit(1); }
 
-// The prompt of an answer that is begun must be that of the whole answer without its end. Of the large variant's, with thinking
-// off, the empty thought of the cue is left out first.
-static void check_begun(Tokenizer *t, const TokChat *whole, TokStr before, TokStr thought, TokStr answer, const char *name) {
+// The prompt of a prefilled answer must be the prompt of the whole answer without its end. For the large variant with
+// thinking off, the empty thought of the cue is removed first.
+static void check_begun(Tokenizer *t, const TokChat *whole, TokStr before, TokStr thought, TokStr answer,
+                        const char *name) {
     const char *empty = "<|channel>thought\n<channel|>", *end = "<turn|>\n";
     TokChat begun = *whole;
     begun.messages = before;
@@ -64,8 +67,8 @@ static void check_begun(Tokenizer *t, const TokChat *whole, TokStr before, TokSt
             text[1].n -= n_empty;
         }
         put(&text[1], end);
-        CHECK(same_text(text_of(&text[0]), text_of(&text[1])), "%s: the whole answer\n%.*s\none that is begun\n%.*s", name,
-              (int)text[0].n, text[0].s, (int)text[1].n, text[1].s);
+        CHECK(same_text(text_of(&text[0]), text_of(&text[1])), "%s: the whole answer\n%.*s\none that is begun\n%.*s",
+              name, (int)text[0].n, text[0].s, (int)text[1].n, text[1].s);
     }
     for (int i = 0; i < 2; i++) {
         tok_ids_free(&ids[i]);
@@ -73,14 +76,14 @@ static void check_begun(Tokenizer *t, const TokChat *whole, TokStr before, TokSt
     }
 }
 
-static TokText cut_list(const GgufJson *list, const char *end) {      // what of it is before end
+static TokText cut_list(const GgufJson *list, const char *end) {      // the part before end
     TokText out = { 0 };
     if (!tok_text_append(&out, list->s, (size_t)(end - list->s))) exit(1);
     put(&out, "]");
     return out;
 }
 
-// Each answer in the messages of a row that is text alone, as one that is begun. Returns how many there are.
+// Tests each answer of a row that is only text as a prefilled one. Returns how many there are.
 static size_t check_answers(Tokenizer *t, const TokChat *row, const GgufJson *messages, const char *name) {
     GgufJson rest = *messages, m;
     size_t n = 0;
@@ -114,7 +117,8 @@ static void check_chat_vectors(Tokenizer *t, char *file) {
         const GgufJson messages = field(&row, "messages"), tools = field(&row, "tools");
         TokIds want = ids_field(&row, "ids"), got = { 0 }, encoded = { 0 };
         TokText text = { 0 };
-        TokChat c = { .messages = { messages.s, messages.n }, .tools = { tools.s, tools.type == GGUF_J_NULL ? 0 : tools.n },
+        TokChat c = { .messages = { messages.s, messages.n },
+                      .tools = { tools.s, tools.type == GGUF_J_NULL ? 0 : tools.n },
                       .think = flag(&row, "enable_thinking"), .keep_thoughts = flag(&row, "preserve_thinking"),
                       .add_cue = flag(&row, "add_generation_prompt"), .exact = true };
         split_prefill(prefill, &c);
@@ -124,7 +128,8 @@ static void check_chat_vectors(Tokenizer *t, char *file) {
               (int)text.n, text.s);
         CHECK(tok_encode(t, rendered.s, rendered.n, TOK_SPECIAL, &encoded) == 0 && same_ids(encoded, want),
               "%s, %s: ids of the rendered text", name.s, variant.s);
-        if (!strcmp(name.s, "user_special_tokens")) {  // here the reference lets the user write markers; we do not
+        // the reference lets the user write markers; tokenizer.h does not
+        if (!strcmp(name.s, "user_special_tokens")) {
             int n_special = 0;
             for (size_t i = 0; i < got.n; i++) n_special += tok_piece(t, got.ids[i], false).n == 0;
             CHECK(n_special == (t->large_variant ? 6 : 4), "%s: %d markers", name.s, n_special);
@@ -147,7 +152,7 @@ static void check_chat_vectors(Tokenizer *t, char *file) {
     free(file);
 }
 
-// Push one id; what is there already must stay, and all of it must be whole characters. Counts as a case when it fails.
+// Pushes one id. The text so far must not change, and all of it must be whole characters. Counts as a case if it fails.
 static int push(Tokenizer *t, TokReply *r, int32_t id) {
     const size_t content = r->content.n, thought = r->thought.n;
     const int rc = tok_reply_push(t, r, id);
@@ -164,7 +169,7 @@ static int push(Tokenizer *t, TokReply *r, int32_t id) {
     return rc;
 }
 
-// Every id as its bytes: the same text in the smallest pieces.
+// Every id as byte tokens: the same text in the smallest pieces.
 static int push_bytes(Tokenizer *t, TokReply *r, int32_t id) {
     const TokStr piece = tok_piece(t, id, false);
     int rc = 0;
@@ -201,7 +206,7 @@ static void check_reply(const TokReply *r, const GgufJson *row, const char *name
 static void check_parse_vectors(Tokenizer *t, char *file) {
     GgufJson row;
     size_t n_rows = 0;
-    TokReply r = { 0 };                                // used again for each row
+    TokReply r = { 0 };                                // reused for each row
     for (char *at = file; file && *at && next_row(&at, &row); n_rows++) {
         const int32_t prompt[] = { 2, 105, 4368, 107, 100, 45518, 107 };
         const TokStr name = text_field(&row, "name"), start = text_field(&row, "start");
@@ -241,9 +246,9 @@ static void test_vectors(void) {
     close_vocab(&f);
 }
 
-// ---- rules the vectors do not show ----------------------------------------------------------------------------------
+// ---- rules without test vectors -------------------------------------------------------------------------------------
 
-// JSON that is written with ' for ", so that it can be read here. Kept to the end.
+// JSON written with ' for ", which is easier to read in C. Valid until the program ends.
 static TokStr json(const char *s) {
     static char pool[1 << 14];
     static size_t used;
@@ -253,7 +258,7 @@ static TokStr json(const char *s) {
     return (TokStr){ pool + at, n };
 }
 
-// The text of a prompt must be `want`; NULL: it must fail, with `error` in the message, and leave nothing behind.
+// The text of a prompt must be `want`; NULL: it must fail, with `error` in the message, and append nothing.
 static void check_render(Tokenizer *t, const TokChat *c, const char *want, const char *error) {
     TokIds ids = { 0 };
     TokText text = { 0 };
@@ -265,7 +270,8 @@ static void check_render(Tokenizer *t, const TokChat *c, const char *want, const
               want, (int)text.n, text.s);
         CHECK(ids.n > 1 && ids.ids[0] == 7, "ids are appended");
     } else {
-        CHECK(rc < 0 && strstr(t->err, error) && !strchr(t->err, '\n'), "%.*s %.*s: want an error with \"%s\", got %d \"%s\"",
+        CHECK(rc < 0 && strstr(t->err, error) && !strchr(t->err, '\n'),
+              "%.*s %.*s: want an error with \"%s\", got %d \"%s\"",
               (int)c->messages.n, c->messages.s, (int)c->tools.n, c->tools.s, error, rc, rc < 0 ? t->err : "");
         CHECK(ids.n == 1 && text.n == 0, "a failure leaves %zu ids, %zu bytes", ids.n, text.n);
     }
@@ -288,27 +294,29 @@ static void test_rules(Tokenizer *t) {
     c.end_thought = true;
     check_render(t, &c, CALLED ANSWER "<|channel>thought\n<channel|>", NULL);
     c.think = true;
-    check_render(t, &c, "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}"
+    check_render(t, &c,
+                 "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}"
                  "<tool_call|>" ANSWER "<|channel>thought\n", NULL);
     c.answer = str(" so");
-    check_render(t, &c, "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}"
+    check_render(t, &c,
+                 "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}"
                  "<tool_call|>" ANSWER "<|channel>thought\n<channel|> so", NULL);
 
-    // What an answer is begun with: as it is, in the turn of the assistant's message before it, behind its thought also with
-    // thinking off.
+    // Prefill: unchanged; in the turn of the assistant's message before it; after a thought also with thinking off.
     c = (TokChat){ .messages = json("[" USER "]"), .add_cue = true, .thought = str("t"), .answer = str(" so\n") };
     check_render(t, &c, "<bos><|turn>user\nq<turn|>\n<|turn>model\n<|channel>thought\nt\n<channel|> so\n", NULL);
-    c = (TokChat){ .messages = json("[" USER ",{'role':'assistant','content':'a'}]"), .add_cue = true, .answer = str(" so") };
+    c = (TokChat){ .messages = json("[" USER ",{'role':'assistant','content':'a'}]"), .add_cue = true,
+                   .answer = str(" so") };
     check_render(t, &c, "<bos><|turn>user\nq<turn|>\n<|turn>model\na so", NULL);
 
-    // A message with results and content is closed; the answer to it gets a turn of its own, unless `exact`.
+    // A message with results and content is closed; the answer to it gets a new turn, unless `exact`.
     c = (TokChat){ .messages = json("[" USER ",{'role':'assistant','content':'t','tool_calls':[{'id':'a','function':"
                                    "{'name':'f'}}]}," RESULT "]"), .add_cue = true };
     check_render(t, &c, CALLED ANSWER "t<turn|>\n<|turn>model\n<|channel>thought\n<channel|>", NULL);
     c.exact = true;
     check_render(t, &c, CALLED ANSWER "t<turn|>\n", NULL);
 
-    // Parameters and responses without a type, and one that is no object.
+    // Parameters and responses without a type, and one that is not an object.
     c = (TokChat){ .messages = str(""), .tools = json("[{'function':{'name':'f','parameters':{'required':['a']},"
                                                      "'response':{'description':'d','type':'string'}}}]") };
     check_render(t, &c, "<bos><|turn>system\n<|tool>declaration:f{description:" Q Q ",parameters:{required:[" Q "a" Q
@@ -318,27 +326,32 @@ static void test_rules(Tokenizer *t) {
     check_render(t, &c, "<bos><|turn>system\n<|tool>declaration:f{description:" Q Q ",parameters:{required:[" Q "a" Q
                  "],,response:{description:" Q "d" Q ",}<tool|><turn|>\n", NULL);
 
-    // Schemas: a wrapped key, a nested items list, a type without properties, null members, and what is no object.
+    // Schemas: a wrapped key, a nested items list, a type without properties, null members, and a value that is not an
+    // object.
     c = (TokChat){ .tools = json("[{'name':'f','parameters':{'type':'object','properties':{'a':{'type':'array','items':"
                    "{'type':['string','null'],'enum':[{'k':1}],'x':null,'required':['r'],'properties':{'p':3}}},"
                    "'b':{'type':'OBJECT','title':{'type':'string'},'required':['t']},'B':{'nullable':true}}}}]") };
-    check_render(t, &c, "<bos><|turn>system\n<|tool>declaration:f{description:" Q Q ",parameters:{properties:{a:{items:{"
+    check_render(t, &c,
+                 "<bos><|turn>system\n<|tool>declaration:f{description:" Q Q ",parameters:{properties:{a:{items:{"
                  "enum:[{" Q "k" Q ":1}],properties:{p:{type:" Q Q "}},required:[" Q "r" Q "],type:[" Q
                  "STRING" Q "," Q "NULL" Q "]},type:" Q "ARRAY" Q "},b:{properties:{title:{type:" Q "STRING" Q
                  "}},required:[" Q "t" Q "],type:" Q "OBJECT" Q "},B:{nullable:true,type:" Q Q "}},type:" Q
                  "OBJECT" Q "}}<tool|><turn|>\n", NULL);
 
-    // Arguments as a text that holds an object; repeated keys; numbers as Python prints them.
+    // Arguments as a string that holds an object; repeated keys; numbers as Python prints them.
     c = (TokChat){ .messages = json(ARGS
                    "'{\\'b\\': 1, \\'A\\': \\'x\\\\u0041\\', \\'b\\': [2]}'}}]}]") };
-    check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{A:" Q "xA" Q ",b:[2]}<tool_call|><|tool_response>", NULL);
+    check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{A:" Q "xA" Q ",b:[2]}<tool_call|><|tool_response>",
+                 NULL);
     c.messages = json(ARGS "{'n':[1.50,2.0,1e20,1E-5,"
                      "0.0001,123456789012345678901234567890,-0,-0.0,1e15,1e16,0.1,1e400,5e-324,3.14159]}}}]}]");
-    check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{n:[1.5,2.0,1e+20,1e-05,0.0001,123456789012345678901234567890,"
+    check_render(t, &c,
+                 "<bos><|turn>model\n<|tool_call>call:f{n:[1.5,2.0,1e+20,1e-05,0.0001,123456789012345678901234567890,"
                  "0,-0.0,1000000000000000.0,1e+16,0.1,1e400,5e-324,3.14159]}<tool_call|><|tool_response>", NULL);
 
-    // Results: an object, a list of parts with a picture, a name of its own, null; and one that follows no call.
-    c.messages = json("[" CALL ",{'role':'tool','tool_call_id':'a','content':{'k':null}},{'role':'tool','name':'g','content':"
+    // Results: an object, a list of parts with a picture, with its own name, null; and one that follows no call.
+    c.messages =
+        json("[" CALL ",{'role':'tool','tool_call_id':'a','content':{'k':null}},{'role':'tool','name':'g','content':"
                      "[{'type':'image'},{'type':'text','text':' t '}]},{'role':'tool'}]");
     check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{}<tool_call|>"
                  "<|tool_response>response:f{k:null}<tool_response|>"
@@ -347,7 +360,8 @@ static void test_rules(Tokenizer *t) {
     c.messages = json("[" RESULT "," USER "]");
     check_render(t, &c, "<bos><|turn>user\nq<turn|>\n", NULL);
 
-    // Results in another order than their calls, ids of any kind, and one of no call: each finds its own, the last of equals.
+    // Results in another order than their calls, ids of any kind, and one without call: each finds its call; of equal
+    // ids the last one.
     c.messages = json("[{'role':'assistant','tool_calls':[{'id':'b','function':{'name':'f'}},"
                       "{'id':7,'function':{'name':'g'}},{'id':'b','function':{'name':'h'}},{'function':{'name':'i'}},"
                       "{'id':'aa','function':{'name':'j'}},{'id':null,'function':{'name':'k'}},"
@@ -359,7 +373,8 @@ static void test_rules(Tokenizer *t) {
     check_render(t, &c, "<bos><|turn>model\n" RAN("f") RAN("g") RAN("h") RAN("i") RAN("j") RAN("k") RAN("l")
                  GAVE("l") GAVE("g") GAVE("k") GAVE("o") GAVE("h") GAVE("j"), NULL);
 
-    // Of two calls with one id the last gives its name. A turn of role model does not go on in one of role assistant.
+    // Of two calls with the same id the last one gives the name. A turn of role model is not continued by one of role
+    // assistant.
     c.messages = json("[{'role':'assistant','tool_calls':[{'id':'a','function':{'name':'f'}},"
                       "{'id':'a','function':{'name':'g'}}]}," RESULT "]");
     check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{}<tool_call|><|tool_call>call:g{}<tool_call|>"
@@ -367,7 +382,7 @@ static void test_rules(Tokenizer *t) {
     c.messages = json("[{'role':'model','content':'a'},{'role':'assistant','content':'b'}]");
     check_render(t, &c, "<bos><|turn>model\na<|turn>model\nb<turn|>\n", NULL);
 
-    // Any role; nothing at all; white space in JSON.
+    // Any role; empty input; white space in JSON.
     c.messages = json(" [ {'content' : ' x ' , 'role' : 'critic'} ] ");
     check_render(t, &c, "<bos><|turn>critic\nx<turn|>\n", NULL);
     c.messages = str("");
@@ -377,8 +392,10 @@ static void test_rules(Tokenizer *t) {
     c.tools = str("");
 
     const struct { const char *messages, *tools, *error; } bad[] = {
-        { "{}", "", "messages: expected a JSON list" }, { "[", "", "messages: byte 1" }, { "[1]", "", "messages[0].role" },
-        { "[{'role':1}]", "", "messages[0].role" }, { "[" USER ",{'role':'user','content':5}]", "", "messages[1].content" },
+        { "{}", "", "messages: expected a JSON list" }, { "[", "", "messages: byte 1" },
+        { "[1]", "", "messages[0].role" },
+        { "[{'role':1}]", "", "messages[0].role" },
+        { "[" USER ",{'role':'user','content':5}]", "", "messages[1].content" },
         { "[{'role':'user','content':{}}]", "", "messages[0].content" },
         { "[{'role':'user','content':[{'type':'text'}]}]", "", "messages[0].content" },
         { "[{'role':'user','content':[{'type':'smell'}]}]", "", "messages[0].content" },
@@ -417,8 +434,8 @@ static void test_templates(const TokVocab *file) {
         { "<|turn> enable_thinking", false, false, TOK_TEMPLATE_OTHER },
         { "<|turn> enable_thinking tool_responses", false, false, TOK_TEMPLATE_LAUNCH },
         { "<|turn> enable_thinking tool_responses tool_call_id", true, false, TOK_TEMPLATE_SPRING },
-        { "<|turn> enable_thinking tool_responses tool_call_id preserve_thinking <|channel>thought\\n<channel|>", true, true,
-          TOK_TEMPLATE_CANONICAL },
+        { "<|turn> enable_thinking tool_responses tool_call_id preserve_thinking <|channel>thought\\n<channel|>", true,
+          true, TOK_TEMPLATE_CANONICAL },
     };
     for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
         v.chat_template = str(row[i].text);
@@ -430,9 +447,9 @@ static void test_templates(const TokVocab *file) {
     }
 }
 
-// ---- answers the vectors do not show --------------------------------------------------------------------------------
+// ---- answers without test vectors -----------------------------------------------------------------------------------
 
-// An answer written with its markers, after a prompt likewise; its first call must have these arguments (NULL: no call).
+// Parses an answer with markers, after a prompt with markers; its first call must have these arguments (NULL: no call).
 static void check_call(Tokenizer *t, const char *answer, const char *arguments) {
     TokIds ids = { 0 };
     TokReply r = { 0 };
@@ -488,18 +505,19 @@ static void test_calls(Tokenizer *t) {
     check_call(t, OPEN "call:f{" Q "a" Q " 1,b:2}" END, "{\"b\":2}");
     check_call(t, OPEN " call: f {}" END, "{}");
     check_call(t, OPEN "call:f" END, "{}");
-    check_call(t, OPEN "call:f", NULL);                // the name may go on
+    check_call(t, OPEN "call:f", NULL);                // the name may be incomplete
     check_call(t, OPEN "call:f{", "{}");
     check_call(t, OPEN "call:{}" END, NULL);
     check_call(t, OPEN "call: " END, NULL);
     check_call(t, OPEN END, NULL);
     check_call(t, OPEN "Call:f{}" END, NULL);
-    check_call(t, OPEN "call:f{a:<|channel>x<channel|>y<bos>}" END, "{\"a\":\"xy\"}");     // markers in a call are no text
+    // markers in a call are not text
+    check_call(t, OPEN "call:f{a:<|channel>x<channel|>y<bos>}" END, "{\"a\":\"xy\"}");
     char *deep[] = { nested("[", 250, "]", OPEN "call:f{a:", "}" END), nested("[", 250, "]", "{\"a\":", "}"),
                      nested("[", 251, "]", OPEN "call:f{a:", "}" END), nested("{a:", 100000, "", OPEN "call:f", END),
                      nested("[", 200000, "", OPEN "call:f{a:" Q, END) };
     check_call(t, deep[0], deep[1]);
-    check_call(t, deep[2], NULL);                      // deeper than a message can hold
+    check_call(t, deep[2], NULL);                      // deeper than a message can be
     check_call(t, deep[3], NULL);
     for (size_t i = 0; i < 4; i++) free(deep[i]);
     char *brackets = nested("[", 200000, "", "{\"a\":\"", "\"}");
@@ -507,7 +525,7 @@ static void test_calls(Tokenizer *t) {
     free(brackets);
     free(deep[4]);
 
-    // A second call without an end before it; and the end of an open call at a stop.
+    // A second call before the end of the first one; and an open call at a stop id.
     TokIds ids = { 0 };
     TokReply r = { 0 };
     const char *two = OPEN "call:f{a:1" OPEN "call:g{b:" Q "x\xC3\xA9" Q "}";
@@ -517,21 +535,22 @@ static void test_calls(Tokenizer *t) {
     CHECK(r.n_calls == 1, "one call: %d", r.n_calls);
     CHECK(push(t, &r, t->turn_close) == 1 && r.n_calls == 2 && r.finish == TOK_TOOL_CALLS, "two calls: %d", r.n_calls);
 
-    // The prompt decides where the answer starts; half a character before a marker; ids that are none.
+    // The prompt decides where the answer starts; an incomplete character before a marker; invalid ids.
     const int32_t E2 = t->byte_id[0xE2], thought[] = { t->channel_open };
     tok_reply_start(t, &r, thought, 1);
     const char *name = "any name\n x \n\n y \n";
     ids.n = 0;
     CHECK(tok_encode(t, name, strlen(name), TOK_PLAIN, &ids) == 0, "%s", t->err);
     for (size_t i = 0; i < ids.n; i++) push(t, &r, ids.ids[i]);
-    CHECK(same_text(text_of(&r.thought), str(" x \n\n y")), "name and thought: \"%.*s\"", (int)r.thought.n, r.thought.s);
+    CHECK(same_text(text_of(&r.thought), str(" x \n\n y")), "name and thought: \"%.*s\"", (int)r.thought.n,
+          r.thought.s);
     push(t, &r, E2);
     push(t, &r, t->channel_close);
     push(t, &r, E2);
     push(t, &r, -1);
     push(t, &r, t->n_tokens);
     push(t, &r, INT32_MAX);
-    push(t, &r, t->channel_close);                     // stray: the character goes on
+    push(t, &r, t->channel_close);                     // misplaced: the character is continued
     push(t, &r, t->byte_id[0x82]);
     push(t, &r, t->byte_id[0xAC]);
     push(t, &r, E2);
@@ -544,7 +563,8 @@ static void test_calls(Tokenizer *t) {
     // A million newlines held back in a thought, then a word.
     tok_reply_start(t, &r, thought, 1);
     for (int i = 0; i < 1000000; i++) if (tok_reply_push(t, &r, t->byte_id['\n']) != 0) break;
-    CHECK(r.thought.n == 0 && push(t, &r, t->byte_id['x']) == 0 && r.thought.n == 1000000, "held back: %zu", r.thought.n);
+    CHECK(r.thought.n == 0 && push(t, &r, t->byte_id['x']) == 0 && r.thought.n == 1000000, "held back: %zu",
+          r.thought.n);
     tok_reply_free(&r);
     tok_ids_free(&ids);
 }
@@ -553,7 +573,8 @@ static void test_calls(Tokenizer *t) {
 
 static void put_random_string(TokText *out, bool key) {
     const char *parts[] = { "a", "Z", "_x", "9", "-", ".", "\xC3\xA9", "\xE4\xB8\xAD", "{", "}", "[", ",", " b", "\"",
-                            "\n", "\t", ":", "\x01", "\\", Q, "<turn|>", "<|tool_call>", "<channel|>", "\xF0\x9F\x98\x80",
+                            "\n", "\t", ":", "\x01", "\\", Q, "<turn|>", "<|tool_call>", "<channel|>",
+                            "\xF0\x9F\x98\x80",
                             "<|", "|>", " " };
     char s[200] = "";
     for (uint32_t n = rnd(8) + key; n > 0; n--) strcat(s, parts[rnd(key ? 8 : 27)]);
@@ -578,7 +599,7 @@ static void put_random_value(TokText *out, int depth) {
     }
 }
 
-// Equal but for the order of members; of a repeated key the last counts.
+// Equal except for the order of members; of a repeated key the last value counts.
 static bool same_json(GgufJson a, GgufJson b) {
     double x, y;
     if (a.type != b.type) return false;
@@ -597,16 +618,16 @@ static bool same_json(GgufJson a, GgufJson b) {
     for (int side = 0; a.type == GGUF_J_OBJECT && side < 2; side++)
         for (ra = side ? b : a; gguf_json_next(&ra, &key, &va); ) {
             const TokStr name = json_text(&key);
-            const bool same = gguf_json_get(side ? &a : &b, name.s, &vb) && gguf_json_get(side ? &b : &a, name.s, &other) &&
-                              same_json(other, vb);
+            const bool same = gguf_json_get(side ? &a : &b, name.s, &vb) &&
+                gguf_json_get(side ? &b : &a, name.s, &other) && same_json(other, vb);
             free_str(name);
             if (!same) return false;
         }
     return true;
 }
 
-// A reply with a thought, content and calls, as a message; rendered; its ids read back; and that written as a message again
-// must render the same.
+// A reply with a thought, content and calls becomes a message and is rendered; its ids are parsed; and the result, as a
+// message again, must be rendered the same.
 static void test_round_trip(Tokenizer *t) {
     for (int k = 0; k < 1500; k++) {
         TokText messages = { 0 }, arguments[3] = { { 0 } }, text = { 0 }, again = { 0 };
@@ -634,11 +655,13 @@ static void test_round_trip(Tokenizer *t) {
         put(&messages, "]}]");
         TokChat c = { .messages = text_of(&messages) };
         CHECK(tok_chat(t, &c, &ids, &text) == 0, "round trip %d: %s", k, t->err);
-        size_t from = 0;                               // the answer starts behind the model's turn marker and role
-        for (size_t i = 0; i < ids.n; i++) if (ids.ids[i] == (thinks ? t->channel_open : t->call_open)) { from = i; break; }
+        size_t from = 0;                               // the answer starts after the model's turn marker and role
+        for (size_t i = 0; i < ids.n; i++)
+            if (ids.ids[i] == (thinks ? t->channel_open : t->call_open)) { from = i; break; }
         tok_reply_start(t, &r, ids.ids, from);
         for (size_t i = from; i < ids.n; i++) push(t, &r, ids.ids[i]);
-        CHECK(r.finish == TOK_TOOL_CALLS && r.n_calls == n_calls && !r.content.n, "round trip %d: %d calls", k, r.n_calls);
+        CHECK(r.finish == TOK_TOOL_CALLS && r.n_calls == n_calls && !r.content.n, "round trip %d: %d calls", k,
+              r.n_calls);
         CHECK(same_text(text_of(&r.thought), str(thinks ? "why \n\n {not} :\t[so]" : "")), "round trip %d: thought", k);
         for (int i = 0; i < r.n_calls && i < n_calls; i++) {
             GgufJson a, b;
@@ -646,8 +669,8 @@ static void test_round_trip(Tokenizer *t) {
             const char *err;
             const bool ok = gguf_json_parse(arguments[i].s, arguments[i].n, &a, &err_at, &err) == 0 &&
                             gguf_json_parse(r.calls[i].arguments.s, r.calls[i].arguments.n, &b, &err_at, &err) == 0;
-            CHECK(ok && same_json(a, b) && same_text(r.calls[i].name, str("f.g-1")), "round trip %d: %.*s became %.*s", k,
-                  (int)arguments[i].n, arguments[i].s, (int)r.calls[i].arguments.n, r.calls[i].arguments.s);
+            CHECK(ok && same_json(a, b) && same_text(r.calls[i].name, str("f.g-1")), "round trip %d: %.*s became %.*s",
+                  k, (int)arguments[i].n, arguments[i].s, (int)r.calls[i].arguments.n, r.calls[i].arguments.s);
         }
         messages.n = 0;
         CHECK(tok_add_message(&messages, "user", str("q")) == 0 && tok_add_reply(&messages, &r) == 0, "add");
@@ -675,7 +698,8 @@ static void test_injection(Tokenizer *t) {
         TokText m[2] = { { 0 } }, tools[2] = { { 0 } };
         TokIds ids[2] = { { 0 } };
         for (int bad = 0; bad < 2; bad++) {
-            const char *message = "[{'role':'system','content':'x@'},{'role':'x@','content':'x@'},{'role':'user','content':["
+            const char *message =
+                "[{'role':'system','content':'x@'},{'role':'x@','content':'x@'},{'role':'user','content':["
                 "{'type':'text','text':'x@'},{'type':'image'}]},{'role':'assistant','content':'x@','reasoning':'x@',"
                 "'tool_calls':["
                 "{'id':'i','function':{'name':'x@','arguments':{'k@':'x@','l':['x@',{'@z':1}]}}}]},{'role':'tool',"
@@ -692,7 +716,7 @@ static void test_injection(Tokenizer *t) {
                     if (*s != '@') put(out, one);
                     for (uint32_t n = *s == '@' && bad ? 1 + rnd(3) : 0; n > 0; n--) {
                         const char *text = marker[rnd(24)];
-                        for (const char *c = text; *c; c++) {          // JSON's own characters escaped
+                        for (const char *c = text; *c; c++) {          // escape the characters of JSON
                             if (*c == '"') put(out, "\\\"");
                             else if (*c == '\n') put(out, "\\n");
                             else { one[0] = *c; put(out, one); }
@@ -705,11 +729,12 @@ static void test_injection(Tokenizer *t) {
             CHECK(tok_chat(t, &c, &ids[bad], NULL) == 0, "injection %d: %s", k, t->err);
         }
         size_t i = 0, j = 0;
-        for (;;) {                                     // walk both by their markers
+        for (;;) {                                     // compare the markers of both
             while (i < ids[0].n && tok_piece(t, ids[0].ids[i], false).n) i++;
             while (j < ids[1].n && tok_piece(t, ids[1].ids[j], false).n) j++;
             if (i == ids[0].n || j == ids[1].n || ids[0].ids[i] != ids[1].ids[j]) break;
-            i++, j++;
+            i++;
+            j++;
         }
         CHECK(i == ids[0].n && j == ids[1].n, "injection %d: a marker came in at %zu, %zu: %.*s", k, i, j, (int)m[1].n,
               m[1].s);
@@ -721,12 +746,13 @@ static void test_injection(Tokenizer *t) {
     }
 }
 
-// Any ids: nothing breaks, arguments are JSON, and the same ids as bytes read the same.
+// Any ids: no crash, arguments are JSON, and the same ids as byte tokens give the same result.
 static void test_random_ids(Tokenizer *t) {
     for (int k = 0; k < 3000; k++) {
-        const int32_t marker[] = { t->call_open, t->call_close, t->quote, t->channel_open, t->channel_close, t->call_open,
-                                   t->quote };
-        const char *piece[] = { "call:f{", "a:", "}", "]", "[", "{", ",", "\"", "1", "tru", "e", "\\", " ", "\n", "thought\n",
+        const int32_t marker[] = { t->call_open, t->call_close, t->quote, t->channel_open, t->channel_close,
+                                   t->call_open, t->quote };
+        const char *piece[] = { "call:f{", "a:", "}", "]", "[", "{", ",", "\"", "1", "tru", "e", "\\", " ", "\n",
+                                "thought\n",
                                 "x" };
         TokIds ids = { 0 };
         TokReply r[2];
@@ -744,12 +770,14 @@ static void test_random_ids(Tokenizer *t) {
                 GgufJson v;
                 size_t err_at;
                 const char *err;
-                CHECK(gguf_json_parse(r[bytes].calls[i].arguments.s, r[bytes].calls[i].arguments.n, &v, &err_at, &err) == 0 &&
+                CHECK(gguf_json_parse(r[bytes].calls[i].arguments.s, r[bytes].calls[i].arguments.n, &v, &err_at,
+                                      &err) == 0 &&
                       v.type == GGUF_J_OBJECT, "random ids %d: arguments %.*s", k, (int)r[bytes].calls[i].arguments.n,
                       r[bytes].calls[i].arguments.s);
             }
         }
-        bool same = r[0].n_calls == r[1].n_calls && r[0].content.n == r[1].content.n && r[0].thought.n == r[1].thought.n;
+        bool same = r[0].n_calls == r[1].n_calls && r[0].content.n == r[1].content.n &&
+            r[0].thought.n == r[1].thought.n;
         for (int i = 0; same && i < r[0].n_calls; i++)
             same = same_text(r[0].calls[i].arguments, r[1].calls[i].arguments) &&
                    same_text(r[0].calls[i].name, r[1].calls[i].name);
@@ -774,11 +802,12 @@ static void test_add(Tokenizer *t) {
     t->large_variant = false;
     CHECK(tok_chat(t, &c, &got, NULL) == 0, "add: %s in %.*s", t->err, (int)m.n, m.s);
     const char text[] = "<bos><|turn>user\na\0\"\\\x1F\xFFz<turn|>\n<|turn>model\n<turn|>\n<|turn>user\ntwo<turn|>\n";
-    CHECK(tok_encode(t, text, sizeof text - 1, TOK_SPECIAL, &want) == 0 && same_ids(got, want), "odd bytes in a message");
+    CHECK(tok_encode(t, text, sizeof text - 1, TOK_SPECIAL, &want) == 0 && same_ids(got, want),
+          "odd bytes in a message");
     tok_ids_free(&got);
     tok_ids_free(&want);
 
-    // A reply with two calls, their results by name, and the prompt for what follows.
+    // A reply with two calls, their results by name, and the next prompt.
     const char *answer = "<|tool_call>call:f{}<tool_call|><|tool_call>call:g{a:1}<tool_call|><|tool_response>";
     TokReply r = { 0 };
     m.n = 0;
@@ -795,11 +824,13 @@ static void test_add(Tokenizer *t) {
     tok_ids_free(&got);
 }
 
-// Let each allocation fail in turn: an error each time, nothing changed, nothing leaked (the sanitizer's part).
+// Lets each allocation fail, one after the other: each time an error, no change, and no leak (which the sanitizer
+// checks).
 static void test_memory(Tokenizer *t) {
     const TokChat c = { .messages = json("[" USER "," CALL "," RESULT ",{'role':'assistant','content':'x','tool_calls':"
                                          "[{'function':{'name':'f','arguments':'{\\'a\\':{\\'b\\':1}}'}}]}]"),
-                        .tools = json("[{'name':'f','parameters':{'type':'object','properties':{'a':{'type':'array','items':"
+                        .tools =
+                            json("[{'name':'f','parameters':{'type':'object','properties':{'a':{'type':'array','items':"
                                      "{'type':'string'}}}}}]") };
     TokIds answer = { 0 };
     const char *text = "<|channel>thought\nt<channel|>content" OPEN "call:f{a:1}" END OPEN "call:g{}" END "<turn|>";
@@ -813,7 +844,8 @@ static void test_memory(Tokenizer *t) {
         const int rc = tok_chat(t, &c, &ids, &out);
         fail_at = -1;
         done = rc == 0;
-        CHECK(done || (strstr(t->err, "out of memory") && !ids.n && !out.n), "chat, allocation %ld: \"%s\"", n_chat, t->err);
+        CHECK(done || (strstr(t->err, "out of memory") && !ids.n && !out.n), "chat, allocation %ld: \"%s\"", n_chat,
+              t->err);
         tok_ids_free(&ids);
         tok_text_free(&out);
     }
@@ -846,15 +878,15 @@ static void test_memory(Tokenizer *t) {
     tok_ids_free(&answer);
 }
 
-// JSON as deep as it may be, and deeper; a message of a megabyte; many members.
+// JSON of the maximum depth, and deeper; a message of a megabyte; many members.
 static void test_deep(Tokenizer *t) {
     TokIds ids = { 0 };
     char *deep[] = { nested("[", 250, "]", ARGS "{'a':", "}" END_ARGS),
                      nested("[", 255, "]", ARGS "'{\\'a\\':", "}'" END_ARGS),
                      nested("[", 300, "]", ARGS "{'a':", "}" END_ARGS),
                      nested("[", 256, "]", ARGS "'{\\'a\\':", "}'" END_ARGS),
-                     nested("'type':'array','items':{", 250, "}", "[{'name':'f','parameters':{'properties':{'a':{", "}}}}]"),
-                     nested("a", 1 << 20, "", "[{'role':'user','content':'", "'}]"),
+                     nested("'type':'array','items':{", 250, "}", "[{'name':'f','parameters':{'properties':{'a':{",
+                            "}}}}]"), nested("a", 1 << 20, "", "[{'role':'user','content':'", "'}]"),
                      nested("'a':1,", 100000, "", ARGS "{", "'b':2}" END_ARGS) };
     const bool fits[] = { true, true, false, false, true, true, true };
     for (size_t i = 0; i < sizeof deep / sizeof *deep; i++) {

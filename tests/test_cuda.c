@@ -1,19 +1,22 @@
-/* test_cuda.c - whole models on the CUDA backend against the CPU backend, on the same files.
+/* test_cuda.c - compares whole models on the CUDA backend with the CPU backend, on the same files.
  *
- * test_ops takes every operation alone; this takes them together, as step() and commit() issue them. The CPU's logits are
- * those of the model (test_forward), so the distance to them is the error of the CUDA backend.
+ * test_ops tests every operation alone; this tests them together, as step() and commit() issue them. test_forward
+ * checks the CPU's logits, so the difference to them is the error of the CUDA backend.
  *
  *   logits    chunks of 1, 7 and 64 rows: within 1e-3 of max |logit|, and equal bits among themselves (contract 7)
  *   prompt    one chunk of 400 rows: KL divergence of the next token at most 1e-3 on average
- *             Quantised random models: a last bit that moves an activation across a rounding edge moves their logits far. There
- *             the bound is ten times what the CPU backend does to itself when its norms change in their seventh digit; for
- *             prompts, which multiply in f16 what the CPU rounds to int8, what that rounding costs such models (docs/quality.md)
- *   trees     drafts that are accepted in part, then plain tokens: as if they had never been drafted
- *   choices   greedy text of the trained mini: the CPU's, or a near tie where they part; next-token KL at most 1e-3
- *   memory    what the device lost while a model was loaded: the plan, within 1 % and the driver's own granularity
+ *             Quantised random models: if a last bit makes an activation round the other way, their logits change much.
+ *             There the bound is ten times the change in the CPU backend when its norms change in their seventh digit;
+ *             for prompts, which multiply in f16 where the CPU rounds to int8, it is the cost of that rounding
+ *             (docs/quality.md)
+ *   trees     drafts that are accepted in part, then plain tokens: the same as without drafts
+ *   choices   greedy text of the trained mini: the CPU's text, or a near tie at the first difference; next-token KL at
+ *             most 1e-3
+ *   memory    the memory that loading a model takes on the device: as planned, within 1 % and the driver's granularity
  *
- * Arguments: -few for short texts and no step of more than 64 rows; then the models to test, as a preset or a preset and a type
- * (`build/test_cuda micro-e tiny-moe-q4_0`), `choices`, `memory`; none: all. Skipped, and counted, when built without CUDA or where there is no GPU. */
+ * Arguments: -few for short texts and no step of more than 64 rows; then the models to test, as a preset or a preset
+ * and a type (`build/test_cuda micro-e tiny-moe-q4_0`), `choices`, `memory`; none: all. Skipped, and counted, when
+ * built without CUDA or where there is no GPU. */
 #define TESTING
 #include "../gemma4.c"
 #include "steps.h"
@@ -32,8 +35,8 @@ static const char *make_file(const char *preset, const char *quant, const char *
     char command[1200];
     const char *build = getenv("BUILD");
     snprintf(path, sizeof path, "%s/%s-%s.gguf", dir, preset, quant);
-    snprintf(command, sizeof command, "'%.300s/make_gguf' --preset %s --quant %s --seed 11 %s --out '%s'", build ? build : "build",
-             preset, quant, more, path);
+    snprintf(command, sizeof command, "'%.300s/make_gguf' --preset %s --quant %s --seed 11 %s --out '%s'",
+             build ? build : "build", preset, quant, more, path);
     if (system(command)) die("cannot make a model: %s", command);
     return path;
 }
@@ -50,7 +53,8 @@ static void close_for(Model *m) {
 }
 
 static ModelOptions plan(KvType type) {
-    return (ModelOptions){ .n_ctx = 1024, .n_seqs = 2, .n_batch = 512, .n_logits = 512, .k_type = type, .v_type = type };
+    return (ModelOptions){ .n_ctx = 1024, .n_seqs = 2, .n_batch = 512, .n_logits = 512, .k_type = type,
+                           .v_type = type };
 }
 
 static void random_text(int32_t *ids, int n, int vocab) {
@@ -61,7 +65,7 @@ static void random_text(int32_t *ids, int n, int vocab) {
     }
 }
 
-// Logits (n, vocab) of a text in chunks, all of it committed; freed by the caller.
+// Logits (n, vocab) of a text in chunks, which are committed; the caller frees them.
 static float *logits_of(Model *m, const int32_t *ids, int n, int chunk) {
     const size_t vocab = (size_t)m->config.vocab;
     float *out = alloc_or_die((size_t)n * vocab, sizeof *out);
@@ -81,16 +85,22 @@ static double largest_difference(const float *a, const float *b, size_t n, doubl
     *scale = 0;
     for (size_t i = 0; i < n; i++) {
         const double d = fabs((double)a[i] - (double)b[i]);
-        if (!(d <= worst)) worst = d;                  // a NaN stays
+        if (!(d <= worst)) worst = d;                  // keeps a NaN
         if (fabs((double)a[i]) > *scale) *scale = fabs((double)a[i]);
     }
     return worst;
 }
 
-static double kl(const float *p, const float *q, int n) {          // of the softmax of p from that of q, nats
+static double kl(const float *p, const float *q, int n) {    // KL divergence of softmax(p) from softmax(q), in nats
     double top[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 }, d = 0;
-    for (int i = 0; i < n; i++) top[0] = fmax(top[0], (double)p[i]), top[1] = fmax(top[1], (double)q[i]);
-    for (int i = 0; i < n; i++) sum[0] += exp((double)p[i] - top[0]), sum[1] += exp((double)q[i] - top[1]);
+    for (int i = 0; i < n; i++) {
+        top[0] = fmax(top[0], (double)p[i]);
+        top[1] = fmax(top[1], (double)q[i]);
+    }
+    for (int i = 0; i < n; i++) {
+        sum[0] += exp((double)p[i] - top[0]);
+        sum[1] += exp((double)q[i] - top[1]);
+    }
     for (int i = 0; i < n; i++) {
         const double lp = (double)p[i] - top[0] - log(sum[0]), lq = (double)q[i] - top[1] - log(sum[1]);
         d += exp(lp) * (lp - lq);
@@ -117,27 +127,29 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     const bool exact = !is_quantised(m->weights.layer[0].attn_q.type);
     float *want = logits_of(cpu_m, ids, n_short, STEP_ROWS), *base = logits_of(m, ids, n_short, STEP_ROWS);
     double scale;
-    const double off = mean_kl(want, base, n_short, vocab), far = largest_difference(want, base, (size_t)n_short * (size_t)vocab, &scale);
-    cpu_m->config.eps *= 1.1f;                         // 1e-7 of a norm
+    const double off = mean_kl(want, base, n_short, vocab),
+        far = largest_difference(want, base, (size_t)n_short * (size_t)vocab, &scale);
+    cpu_m->config.eps *= 1.1f;                         // changes a norm by 1e-7
     float *moved_a_bit = logits_of(cpu_m, ids, n_short, STEP_ROWS);
     cpu_m->config.eps /= 1.1f;
     const double own = mean_kl(want, moved_a_bit, n_short, vocab);
     printf("# %s: chunks of 64: %.2g of max |logit|, mean KL %.2g; the CPU's own %.2g\n", name, far / scale, off, own);
-    if (exact) CHECK(far <= 1e-3 * scale, "%s: got a difference of %.3g of max |logit|, want at most 1e-3", name, far / scale);
+    if (exact)
+        CHECK(far <= 1e-3 * scale, "%s: got a difference of %.3g of max |logit|, want at most 1e-3", name, far / scale);
     else CHECK(off <= 10 * own + 1e-6, "%s: got a mean KL of %.3g, want at most ten times %.3g", name, off, own);
     free(moved_a_bit);
     static const int chunks[] = { 1, 7 };
     for (int k = 0; k < 2; k++) {
         const int n = !few ? n_short : chunks[k] == 1 ? 3 : 10;
         float *got = logits_of(m, ids, n, chunks[k]);
-        CHECK(!memcmp(got, base, (size_t)n * (size_t)vocab * sizeof *got), "%s: chunks of %d: other bits than in chunks of 64",
-              name, chunks[k]);
+        CHECK(!memcmp(got, base, (size_t)n * (size_t)vocab * sizeof *got),
+              "%s: chunks of %d: other bits than in chunks of 64", name, chunks[k]);
         free(got);
     }
     free(want);
     free(base);
 
-    // Through the ring twice, and the prompt's own kernels.
+    // Twice around the ring, and the kernels for prompts.
     want = logits_of(cpu_m, ids, n_prompt, n_prompt);
     float *got = logits_of(m, ids, n_prompt, n_prompt);
     const double mean = mean_kl(want, got, n_prompt, vocab);
@@ -147,9 +159,10 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     free(want);
     free(got);
 
-    // A tree of drafts: half a path stays, the rest never was. The judge is a session that saw the path only.
+    // A tree of drafts: half a path is committed. The reference is a session that got only that half path.
     StepRow tree[40];
-    for (int i = 0; i < 40; i++) tree[i] = (StepRow){ .token = ids[100 + i], .parent = i < 3 ? i - 1 : i - 3, .output = true };
+    for (int i = 0; i < 40; i++)
+        tree[i] = (StepRow){ .token = ids[100 + i], .parent = i < 3 ? i - 1 : i - 3, .output = true };
     int32_t path_rows[STEP_ROWS] = { 0, 1, 4, 7, 10 }, n_accept = 5;
     logits_of(m, ids, n_before, 50);
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_TREE, .n = 40, .rows = tree }, 1);
@@ -163,11 +176,14 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     for (int k = 0; k < 5; k++) plain[n_before + k] = tree[path_rows[k]].token;
     memcpy(plain + n_before + 5, ids + 200, 10 * sizeof *ids);
     want = logits_of(m, plain, n_before + 15, 50);
-    const double moved = largest_difference(want + (size_t)(n_before + 5) * (size_t)vocab, got, (size_t)10 * (size_t)vocab, &scale);
-    if (exact) CHECK(moved <= 1e-3 * scale, "%s: after a tree: got a difference of %.3g of max |logit|, want at most 1e-3", name,
-                     moved / scale);
+    const double moved = largest_difference(want + (size_t)(n_before + 5) * (size_t)vocab, got,
+                                            (size_t)10 * (size_t)vocab, &scale);
+    if (exact)
+        CHECK(moved <= 1e-3 * scale, "%s: after a tree: got a difference of %.3g of max |logit|, want at most 1e-3",
+              name, moved / scale);
     const double tree_kl = mean_kl(want + (size_t)(n_before + 5) * (size_t)vocab, got, 10, vocab);
-    CHECK(tree_kl <= 10 * own + 1e-6, "%s: after a tree: got a mean KL of %.3g, the CPU's own is %.3g", name, tree_kl, own);
+    CHECK(tree_kl <= 10 * own + 1e-6, "%s: after a tree: got a mean KL of %.3g, the CPU's own is %.3g", name, tree_kl,
+          own);
     free(want);
     free(got);
     close_for(cpu_m);
@@ -175,8 +191,9 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     unlink(path);
 }
 
-// Generates n tokens by one model; top2[i]: how far the two best logits were apart.
-static void choose(Model *m, const int32_t *prompt, int n_prompt, const SampleParams *p, int n, int32_t *out, float *top2) {
+// Generates n tokens; top2[i]: the difference of the two best logits.
+static void choose(Model *m, const int32_t *prompt, int n_prompt, const SampleParams *p, int n, int32_t *out,
+                   float *top2) {
     const int vocab = m->config.vocab;
     float *logits = alloc_or_die((size_t)vocab, sizeof *logits);
     reset_session(m, 0);
@@ -185,8 +202,8 @@ static void choose(Model *m, const int32_t *prompt, int n_prompt, const SamplePa
     for (int i = 0; i < n; i++) {
         const Batch b = { .rows = m->s.out_rows, .segs = m->s.segs, .len = m->s.len, .n_rows = 1, .n_segs = 1 };
         if (m->ops->begin((StepKey){ .kind = STEP_SAMPLE, .rows = 1, .logits = 1 }))
-            m->ops->sample(&(Sample){ .batch = &b, .vocab = vocab, .logits = m->s.logits, .params = m->s.params, .mask = m->s.mask,
-                                      .out = m->s.chosen });
+            m->ops->sample(&(Sample){ .batch = &b, .vocab = vocab, .logits = m->s.logits, .params = m->s.params,
+                                      .mask = m->s.mask, .out = m->s.chosen });
         m->ops->end();
         commit_all(m);
         m->ops->copy(&(Copy){ &out[i], m->s.chosen, sizeof out[i], COPY_OUT });
@@ -197,7 +214,8 @@ static void choose(Model *m, const int32_t *prompt, int n_prompt, const SamplePa
             else if (logits[k] > second) second = logits[k];
         }
         top2[i] = best - second;
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = out[i], .output = true } }, 1);
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1,
+                            .rows = &(StepRow){ .token = out[i], .output = true } }, 1);
     }
     free(logits);
 }
@@ -213,8 +231,8 @@ static void test_choices(void) {
     choose(m, prompt, 6, &p, N_CHOICES, got, top2);
     int i = 0;
     while (i < N_CHOICES && got[i] == want[i]) i++;
-    CHECK(i == N_CHOICES || top2[i] < 0.02f, "choices: token %d: got %d, want %d, top two %.4g apart", i, (int)got[i], (int)want[i],
-          (double)top2[i]);
+    CHECK(i == N_CHOICES || top2[i] < 0.02f, "choices: token %d: got %d, want %d, top two %.4g apart", i, (int)got[i],
+          (int)want[i], (double)top2[i]);
     printf("# choices: %d of %d tokens equal\n", i, N_CHOICES);
     float *a = logits_of(cpu_m, want, 256, STEP_ROWS), *b = logits_of(m, want, 256, STEP_ROWS);
     const double off = mean_kl(a, b, 256, m->config.vocab);
@@ -226,7 +244,7 @@ static void test_choices(void) {
     close_for(m);
 }
 
-// A trained model: a prompt of more rows than a step has, by the prompt's own kernels, then single rows.
+// A trained model: a prompt longer than a decode step, which uses the kernels for prompts, then single rows.
 static void test_mini(const char *path) {
     enum { PROMPT = 96, ALL = PROMPT + 4 };
     Model *cpu_m = open_for(path, cpu_ops(), plan(KV_F16)), *m = open_for(path, cuda_ops(), plan(KV_F16));
@@ -239,7 +257,8 @@ static void test_mini(const char *path) {
     const size_t vocab = (size_t)m->config.vocab;
     got = realloc(got, ALL * vocab * sizeof *got);
     for (int i = PROMPT; i < ALL; i++) {
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &(StepRow){ .token = ids[i], .output = true } }, 1);
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1,
+                            .rows = &(StepRow){ .token = ids[i], .output = true } }, 1);
         read_logits(m, 0, got + (size_t)i * vocab);
         commit_all(m);
     }
@@ -255,22 +274,23 @@ static void test_mini(const char *path) {
 static void test_memory(void) {
     const char *path = make_file("tiny-moe", "q4_k_m", "");
     size_t before = 0, after = 0, total = 0;
-    close_for(open_for(path, cuda_ops(), plan(KV_F16)));           // the driver's own first things
+    close_for(open_for(path, cuda_ops(), plan(KV_F16)));           // so that the driver's first allocations are done
     cuda_ops()->memory(&before, &total);
     ModelOptions o = plan(KV_F16);
     o.n_ctx = 200000;
     Model *m = open_for(path, cuda_ops(), o);
     cuda_ops()->memory(&after, &total);
-    const double planned = (double)(m->plan.weights + m->plan.kv_global + m->plan.kv_rings + m->plan.staging + m->plan.activations);
+    const double planned = (double)(m->plan.weights + m->plan.kv_global + m->plan.kv_rings + m->plan.staging +
+                                    m->plan.activations);
     const double taken = (double)before - (double)after, slack = 0.01 * planned + (4 << 20);
-    const bool shared = cuda_ops()->card()->host_memory;               // with other programs
-    CHECK(shared || fabs(taken - planned) <= slack, "memory: got %.0f bytes taken, want the planned %.0f within 1 %%", taken,
-          planned);
+    const bool shared = cuda_ops()->card()->host_memory;               // shared with other programs
+    CHECK(shared || fabs(taken - planned) <= slack, "memory: got %.0f bytes taken, want the planned %.0f within 1 %%",
+          taken, planned);
     close_for(m);
     unlink(path);
 }
 
-// only: what to test, NULL after the last; none: all.
+// only: names of the tests to run, NULL after the last; none: all.
 static bool wanted(char **only, const char *name) {
     for (char **o = only; *o; o++)
         if (strncmp(*o, name, strlen(*o)) == 0) return true;
@@ -293,8 +313,10 @@ int main(int argc, char **argv) {
     char **only = argv + (few ? 2 : 1);
     static const struct { const char *preset, *quant, *more; KvType type; } models[] = {
         { "micro-dense", "f32", "", KV_F32 }, { "micro-dense", "f16", "", KV_F16 }, { "micro-moe", "f32", "", KV_F32 },
-        { "micro-moe", "q8_0", "--split-experts", KV_F16 }, { "micro-e", "f32", "", KV_F32 }, { "micro-e", "q8_0", "", KV_BF16 },
-        { "tiny-dense", "q4_k_m", "", KV_F16 }, { "tiny-moe", "q4_k_m", "", KV_F16 }, { "tiny-e", "q4_k_m", "", KV_F16 },
+        { "micro-moe", "q8_0", "--split-experts", KV_F16 }, { "micro-e", "f32", "", KV_F32 },
+        { "micro-e", "q8_0", "", KV_BF16 },
+        { "tiny-dense", "q4_k_m", "", KV_F16 }, { "tiny-moe", "q4_k_m", "", KV_F16 },
+        { "tiny-e", "q4_k_m", "", KV_F16 },
         { "tiny-moe", "q4_0", "", KV_F16 }
     };
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
@@ -302,7 +324,10 @@ int main(int argc, char **argv) {
         snprintf(name, sizeof name, "%s-%s", models[i].preset, models[i].quant);
         if (wanted(only, name)) test_logits(models[i].preset, models[i].quant, models[i].more, models[i].type);
     }
-    if (wanted(only, "mini")) test_mini(MINI), test_mini("models/gemma4-mini-e-q8_0.gguf");
+    if (wanted(only, "mini")) {
+        test_mini(MINI);
+        test_mini("models/gemma4-mini-e-q8_0.gguf");
+    }
     if (wanted(only, "choices")) test_choices();
     if (wanted(only, "memory")) test_memory();
     rmdir(dir);

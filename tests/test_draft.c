@@ -1,12 +1,12 @@
-/* test_draft.c - drafters: what they draft, against reference results and against themselves, and which files are refused.
+/* test_draft.c - drafters: their drafts against reference results and against themselves, and files that are refused.
  *
  *   test_draft            on the CPU, and on the GPU where there is one
- *   test_draft -few       on the GPU, one pair and little else: for the emulated one; -few -long: several sessions in a draft too
+ *   test_draft -few       on the GPU, one pair and few cases: for the emulator; -few -long: also several sessions in a
+ *                         draft
  *
- * The reference chains are in tests/golden (README there); their models are made by make_gguf. A chain is compared whole: with
- * as many candidates as there are tokens, a drafter gives away all its logits. Run from the top of the repository: the trained
- * models lie there.
- * Environment: BUILD (build: where make put make_gguf and make_hf), TMPDIR (/tmp). */
+ * The reference chains are in tests/golden (see the README there); make_gguf makes their models. All logits of a chain
+ * are compared: the drafter is asked for as many candidates as there are tokens. Run from the top of the repository,
+ * where the trained models are. Environment: BUILD (build: where make put make_gguf and make_hf), TMPDIR (/tmp). */
 #define _GNU_SOURCE
 #define TESTING
 #include "../gemma4.c"
@@ -14,14 +14,16 @@
 #include "card.h"
 #include "steps.h"
 
-enum { L = 100, DEPTH = 5, VOCAB = 512, DIM = 64 };    // of the reference chains: committed tokens; drafts, one more than theirs
+// reference chains: committed tokens; drafts, one more than in the reference
+enum { L = 100, DEPTH = 5, VOCAB = 512, DIM = 64 };
 #define MINI "models/gemma4-mini-q8_0.gguf"
 #define MINI_MTP "models/gemma4-mini-mtp-q8_0.gguf"
 
 static const char *const families[] = { "micro-dense", "micro-moe", "micro-e" };
 
 static ModelOptions plan(const char *drafter, KvType type, int n_seqs, int width) {
-    return (ModelOptions){ .n_ctx = 512, .n_seqs = n_seqs, .n_batch = 256, .n_logits = n_seqs, .k_type = type, .v_type = type,
+    return (ModelOptions){ .n_ctx = 512, .n_seqs = n_seqs, .n_batch = 256, .n_logits = n_seqs, .k_type = type,
+                           .v_type = type,
                           .ring_type = type, .drafter = drafter, .draft_width = width, .draft_depth = DEPTH };
 }
 
@@ -40,14 +42,15 @@ static const char *mtp_of(const char *family) {
     return make_model(name, family, "f32", "--kind", "mtp", NULL);
 }
 
-// ---- chains ------------------------------------------------------------------------------------------------------------
+// ---- chains
+// ------------------------------------------------------------------------------------------------------------
 
 typedef struct {
     int32_t ids[DEPTH];
     float   logits[DEPTH][VOCAB], logsumexp[DEPTH];    // by token
 } Chain;
 
-// Where the walk of each segment ended and what was chosen there, as a verifying step leaves them.
+// Writes the last accepted output row of each segment and the token sampled there, as verification does.
 static void set_choices(Model *m, const int32_t *last, const int32_t *next, int n) {
     m->ops->copy(&(Copy){ m->s.last, last, (size_t)n * sizeof *last, COPY_IN });
     m->ops->copy(&(Copy){ m->s.next, next, (size_t)n * sizeof *next, COPY_IN });
@@ -60,7 +63,7 @@ static int best_of(const float *logits, int n) {
     return best;
 }
 
-// Takes a prompt through session 0, chooses greedily, commits all. Returns the choice.
+// Runs a prompt in session 0, commits it and returns the greedy token.
 static int32_t answer_prompt(Model *m, const int32_t *ids, int n) {
     float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
     run_prompt(m, 0, ids, n);
@@ -72,7 +75,7 @@ static int32_t answer_prompt(Model *m, const int32_t *ids, int n) {
     return next;
 }
 
-// The chain of row `row` of n rows that were drafted with as many candidates as tokens.
+// The chain of row `row` of n rows that were drafted with as many candidates as there are tokens.
 static Chain read_chain(Model *m, int row, int n, int depth) {
     static int32_t ids[DEPTH * 4 * VOCAB];
     static float logits[DEPTH * 4 * VOCAB], logsumexp[DEPTH * 4];
@@ -88,14 +91,16 @@ static Chain read_chain(Model *m, int row, int n, int depth) {
         for (size_t i = 0; i < width; i++) {
             const bool falls = i == 0 || logits[at + i] < logits[at + i - 1] ||
                                (logits[at + i] == logits[at + i - 1] && ids[at + i] > ids[at + i - 1]);
-            if (!falls || ids[at + i] < 0 || ids[at + i] >= VOCAB) CHECK(false, "depth %d: candidate %zu is out of order", k, i);
+            if (!falls || ids[at + i] < 0 || ids[at + i] >= VOCAB)
+                CHECK(false, "depth %d: candidate %zu is out of order", k, i);
             else c.logits[k][ids[at + i]] = logits[at + i];
         }
     }
     return c;
 }
 
-static Chain chain_behind(const char *path, ModelOptions o, int window) {          // behind the reference prompt; window 0: the usual one
+// after the reference prompt; window 0: the model's
+static Chain chain_behind(const char *path, ModelOptions o, int window) {
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt);
     Model *m = open_pair(path, o);
     if (window) m->drafter->window[1] = window;
@@ -117,11 +122,13 @@ static double difference(const float *got, const float *want, size_t n) {     //
     return worst / most;
 }
 
-// The reference saw one row more than the window holds before the last one (README of the golden data).
+// The reference's window is one row longer (see the README of the golden data).
 static void test_golden(const char *family) {
     const double most = on_gpu ? 1e-3 : 1e-4;
-    int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt), *draft = golden(family, "-mtp.draft.i32", DEPTH * sizeof *draft);
-    float *h0 = golden(family, "-mtp.h0.f32", DIM * sizeof *h0), *hidden = golden(family, "-mtp.hidden.f32", 4 * DIM * sizeof *hidden);
+    int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt),
+        *draft = golden(family, "-mtp.draft.i32", DEPTH * sizeof *draft);
+    float *h0 = golden(family, "-mtp.h0.f32", DIM * sizeof *h0),
+        *hidden = golden(family, "-mtp.hidden.f32", 4 * DIM * sizeof *hidden);
     float *logits = golden(family, "-mtp.logits.f32", 4 * VOCAB * sizeof *logits), got[DIM];
     ModelOptions o = plan(mtp_of(family), KV_F32, 1, VOCAB);
     o.n_batch = STEP_ROWS;                             // larger steps of a GPU round more
@@ -132,7 +139,7 @@ static void test_golden(const char *family) {
     read_back(m, got, m->s.hidden, sizeof got);
     double d = difference(got, h0, DIM);
     CHECK(d <= most, "%s: the target's hidden row: difference %.3g", family, d);
-    for (int depth = 1; depth <= DEPTH; depth++) {     // each leaves the hidden row before its last pass
+    for (int depth = 1; depth <= DEPTH; depth++) {     // each depth ends with the hidden row before its last pass
         issue_draft(m, &(int32_t){ 0 }, 1, depth);
         read_back(m, got, m->drafter->hidden, sizeof got);
         d = depth > 1 ? difference(got, hidden + (depth - 2) * DIM, DIM) : 0;
@@ -144,14 +151,19 @@ static void test_golden(const char *family) {
         CHECK(d <= most, "%s: logits at depth %d: difference %.3g, expected at most %g", family, k, d, most);
         CHECK(c.ids[k] == draft[k + 1], "%s: depth %d: got %d, expected %d", family, k, c.ids[k], draft[k + 1]);
         const double sum = logsumexp(c.logits[k], VOCAB);
-        CHECK(fabs(sum - (double)c.logsumexp[k]) < 1e-4, "%s: depth %d: logsumexp %g, expected %g", family, k, (double)c.logsumexp[k], sum);
+        CHECK(fabs(sum - (double)c.logsumexp[k]) < 1e-4, "%s: depth %d: logsumexp %g, expected %g", family, k,
+              (double)c.logsumexp[k], sum);
     }
     close_model(m);
-    free(prompt), free(draft), free(h0), free(hidden), free(logits);
+    free(prompt);
+    free(draft);
+    free(h0);
+    free(hidden);
+    free(logits);
 }
 
-// The target's caches as f16 or tied otherwise: what little the type loses is lost, nothing else. Types that lose more change
-// the target's own hidden row beyond comparison; test_acceptance() tries those.
+// The target's caches in f16 or in another layout: only the small loss of the type is allowed. Types that lose more
+// change the target's hidden row too much to compare; test_acceptance() tests those.
 static void test_caches(const char *family) {
     const char *path = kept(make_model(family, family, "f32", NULL)), *drafter = kept(mtp_of(family));
     const Chain want = chain_behind(path, plan(drafter, KV_F32, 1, VOCAB), 0);
@@ -160,15 +172,16 @@ static void test_caches(const char *family) {
             ModelOptions o = plan(drafter, type, 1, VOCAB);
             o.untied = untied;
             const Chain c = chain_behind(path, o, 0);
-            const double d = difference(c.logits[0], want.logits[0], VOCAB), most = type == KV_F32 && !on_gpu ? 1e-5 : 5e-3;
+            const double d = difference(c.logits[0], want.logits[0], VOCAB), most = type == KV_F32 &&
+                !on_gpu ? 1e-5 : 5e-3;
             CHECK(d <= most, "%s: cache of %s%s: difference %.3g, expected at most %g", family, kv_names[type],
                   untied ? " untied" : "", d, most);
         }
 }
 
-enum { N_COMPANY = 4, WIDTH = 8, DEEP = 3 };           // sessions in one draft; its candidates and depth
+enum { N_COMPANY = 4, WIDTH = 8, DEEP = 3 };           // sessions in a draft; its candidates and depth
 
-// Text number `text` in session seq, another length each.
+// Runs text number `text` in session seq; every text has another length.
 static void tell(Model *m, int text, int seq) {
     const int n = 20 + 40 * text;
     for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = (text * 991 + i * i * 7 + 3) % m->config.vocab };
@@ -176,14 +189,15 @@ static void tell(Model *m, int text, int seq) {
     commit_all(m);
 }
 
-// One step of n sessions, which hold the texts first, first + 1, ..: each has two rows, of which one stays, or both.
+// One step of n sessions, which have the texts first, first + 1, ..: each has two rows and commits one or both.
 static void two_rows(Model *m, int first, int n) {
     StepRow rows[2 * N_COMPANY];
     StepSeg segs[N_COMPANY];
     int32_t next[N_COMPANY], last[N_COMPANY], n_accept[N_COMPANY];
     for (int i = 0; i < n; i++) {
         const int text = first + i;
-        for (int k = 0; k < 2; k++) rows[2 * i + k] = (StepRow){ .token = (text * 31 + 5 + k) % m->config.vocab, .output = true };
+        for (int k = 0; k < 2; k++)
+            rows[2 * i + k] = (StepRow){ .token = (text * 31 + 5 + k) % m->config.vocab, .output = true };
         segs[i] = (StepSeg){ .seq = n == 1 ? 0 : (i + 1) % n, .kind = SEG_CHAIN, .n = 2, .rows = &rows[2 * i] };
         n_accept[i] = 1 + text % 2;
         last[i] = 2 * i + text % 2;
@@ -194,7 +208,7 @@ static void two_rows(Model *m, int first, int n) {
     commit(m, n_accept, NULL);
 }
 
-// Sessions that share a draft get what each gets alone, and a part of them in any order too.
+// Sessions that are drafted together get the same drafts as alone, also a subset in any order.
 static void test_company(const char *path, const char *drafter) {
     enum { N = N_COMPANY };
     static const int32_t groups[][N] = { { 0, 1, 2, 3 }, { 2, 0, -1 }, { 3, 2, 1, 0 }, { 1, -1 } };
@@ -210,7 +224,8 @@ static void test_company(const char *path, const char *drafter) {
         issue_draft(m, &(int32_t){ 0 }, 1, DEEP);
         read_back(m, alone[text], m->drafter->ids, sizeof alone[text]);
         read_back(m, alone_logits[text], m->drafter->logits, sizeof alone_logits[text]);
-        CHECK(!text || memcmp(alone[text], alone[text - 1], sizeof *alone), "texts %d and before draft the same: a weak test", text);
+        CHECK(!text || memcmp(alone[text], alone[text - 1], sizeof *alone),
+              "texts %d and before draft the same: a weak test", text);
     }
     close_model(m);
     o.n_seqs = N;
@@ -219,20 +234,25 @@ static void test_company(const char *path, const char *drafter) {
     two_rows(m, 0, N);
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
         int n = 0;
-        while (n < N && groups[g][n] >= 0) ids[n] = groups[g][n], n++;
+        while (n < N && groups[g][n] >= 0) {
+            ids[n] = groups[g][n];
+            n++;
+        }
         issue_draft(m, ids, n, DEEP);
         read_back(m, got, m->drafter->ids, (size_t)(DEEP * n * WIDTH) * sizeof *got);
         read_back(m, logits, m->drafter->logits, (size_t)(DEEP * n * WIDTH) * sizeof *logits);
         for (int i = 0; i < n; i++)
             for (int k = 0; k < DEEP; k++)
                 CHECK(!memcmp(got + (k * n + i) * WIDTH, alone[ids[i]] + k * WIDTH, WIDTH * sizeof *got) &&
-                          !memcmp(logits + (k * n + i) * WIDTH, alone_logits[ids[i]] + k * WIDTH, WIDTH * sizeof *logits),
+                          !memcmp(logits + (k * n + i) * WIDTH, alone_logits[ids[i]] + k * WIDTH,
+                                  WIDTH * sizeof *logits),
                       "%s: group %zu, segment %d, depth %d: not what it drafts alone", path, g, ids[i], k);
     }
     close_model(m);
 }
 
-// ---- a backend that keeps weights and counts -------------------------------------------------------------------------------
+// ---- a backend that keeps weights and counts
+// -------------------------------------------------------------------------------
 
 static int n_uploads, n_sent, n_steps;
 static StepKey last_key;
@@ -253,12 +273,15 @@ static bool counted_begin(StepKey key) {
     return cpu_ops()->begin(key);
 }
 
-// The weights of a lazy drafter go up when it drafts first, not before and not again; a chain is one step, which sends nothing
-// when the last one was for the same sessions; the plan is what it takes.
+// The weights of a lazy drafter are uploaded at its first draft, once. A chain is one step, which uploads nothing if
+// the last one was for the same sessions. The memory is as planned.
 static void test_backend(const char *path, const char *drafter) {
     static Ops ops;
     ops = *cpu_ops();
-    ops.weight_bytes = kept_bytes, ops.upload = counted_upload, ops.copy = counted_copy, ops.begin = counted_begin;
+    ops.weight_bytes = kept_bytes;
+    ops.upload = counted_upload;
+    ops.copy = counted_copy;
+    ops.begin = counted_begin;
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt);
     int32_t want[DEPTH], got[DEPTH];
     for (int lazy = 0; lazy < 2; lazy++) {
@@ -267,16 +290,19 @@ static void test_backend(const char *path, const char *drafter) {
         o.lazy_draft = lazy;
         Model *m = open_on(&ops, path, o);
         const int at_start = m->binder->n_uploads + (lazy ? 0 : m->drafter->binder->n_uploads);
-        CHECK(n_uploads == at_start, "lazy %d: %d tensors are uploaded at start, expected %d", lazy, n_uploads, at_start);
+        CHECK(n_uploads == at_start, "lazy %d: %d tensors are uploaded at start, expected %d", lazy, n_uploads,
+              at_start);
         CHECK(m->plan.drafter > m->drafter->binder->bytes && m->plan.drafter < m->drafter->binder->bytes + (1 << 20),
               "lazy %d: the plan has %zu bytes for %zu of weights", lazy, m->plan.drafter, m->drafter->binder->bytes);
         answer_prompt(m, prompt, L);
         for (int i = 0; i < 2; i++) {
             n_sent = n_steps = 0;
             issue_draft(m, &(int32_t){ 0 }, 1, DEPTH);
-            CHECK(n_steps == 1 && last_key.kind == STEP_DRAFT && last_key.model == m->number + 1 && last_key.out_rows == DEPTH,
+            CHECK(n_steps == 1 && last_key.kind == STEP_DRAFT && last_key.model == m->number + 1 &&
+                  last_key.out_rows == DEPTH,
                   "a chain is %d steps, the last of kind %d", n_steps, last_key.kind);
-            CHECK(n_uploads == m->binder->n_uploads + m->drafter->binder->n_uploads, "lazy %d: %d uploads after draft %d", lazy, n_uploads, i);
+            CHECK(n_uploads == m->binder->n_uploads + m->drafter->binder->n_uploads,
+                  "lazy %d: %d uploads after draft %d", lazy, n_uploads, i);
         }
         CHECK(n_sent == 0, "a second draft of the same session sends %d pieces", n_sent);
         read_back(m, lazy ? got : want, m->drafter->ids, sizeof got);
@@ -286,7 +312,8 @@ static void test_backend(const char *path, const char *drafter) {
     free(prompt);
 }
 
-// ---- files -----------------------------------------------------------------------------------------------------------------
+// ---- files
+// -----------------------------------------------------------------------------------------------------------------
 
 #define REFUSED(path, drafter, ...) refused(path, plan(drafter, KV_F16, 1, 1), (const char *const[]){ __VA_ARGS__, NULL })
 
@@ -297,21 +324,22 @@ static void set_text(Draft *d, const char *key, const char *text) {
     put_text(b, text);
 }
 
-static void rename_text(char *name, size_t room, const char *from, const char *to) {         // where it begins with from
+static void rename_text(char *name, size_t room, const char *from, const char *to) {         // if it begins with from
     char rest[128];
     if (strncmp(name, from, strlen(from))) return;
     snprintf(rest, sizeof rest, "%s", name + strlen(from));
     snprintf(name, room, "%s%s", to, rest);
 }
 
-// The same file in the older dialect.
+// The same file in the older notation.
 static const char *write_older(const char *from, const char *to) {
     static const char *const keys[][2] = { { "gemma4-assistant.", "gemma4_assistant." },
         { "gemma4_assistant.embedding_length_out", "gemma4_assistant.n_embd_backbone" },
         { "gemma4_assistant.nextn_predict_layers", "gemma4_assistant.n_centroids" } };
     Draft d = read_draft(from);
     for (size_t i = 0; i < d.n_keys; i++)
-        for (size_t k = 0; k < sizeof keys / sizeof *keys; k++) rename_text(d.keys[i].name, sizeof d.keys->name, keys[k][0], keys[k][1]);
+        for (size_t k = 0; k < sizeof keys / sizeof *keys; k++)
+            rename_text(d.keys[i].name, sizeof d.keys->name, keys[k][0], keys[k][1]);
     for (size_t i = 0; i < d.n_tensors; i++) rename_text(d.tensors[i].name, sizeof d.tensors->name, "nextn.", "mtp.");
     Bytes *arch = &draft_key(&d, "general.architecture")->value;
     arch->n = 0;
@@ -335,14 +363,15 @@ static void test_forms(const char *family) {
     CHECK(!memcmp(&got, &want, sizeof got), "%s: a folder drafts something else", family);
 }
 
-// ---- centroids ---------------------------------------------------------------------------------------------------------------
+// ---- centroids
+// ---------------------------------------------------------------------------------------------------------------
 
 enum { N_CENTROIDS = 16, PER = VOCAB / N_CENTROIDS, N_USED = 4, MTP_DIM = 128 };
 
 static float centroid(int k, int i) { return sinf((float)(k * MTP_DIM + i) * 1.7f); }
 static int token_at(int i) { return (i * 197 + 31) % VOCAB; }          // a permutation
 
-// A file with centroids, of which so many are used. flag: use_ordered_embeddings; -1: the key is missing.
+// A file with centroids, n of which are used. flag: use_ordered_embeddings; -1: the key is missing.
 static const char *write_centroids(const char *from, const char *to, int n_used, int flag, bool wide) {
     Draft d = read_draft(from);
     DraftTensor *t = draft_add(&d, "masked_embd_centroids.weight", MTP_DIM);
@@ -362,9 +391,11 @@ static const char *write_centroids(const char *from, const char *to, int n_used,
     return write_draft(&d, to);
 }
 
-// All centroids used: the dense head. Some: tokens of the nearest, with the logits of the dense head. Flag false: the dense head.
+// All centroids used: equals the dense head. Some: tokens of the nearest centroids, with the logits of the dense head.
+// Flag false: the dense head.
 static void test_centroids(const char *family) {
-    const char *path = kept(make_model(family, family, "f32", NULL)), *drafter = kept(mtp_of(family)), *file = kept(in_tmp("centroids.gguf"));
+    const char *path = kept(make_model(family, family, "f32", NULL)), *drafter = kept(mtp_of(family)),
+        *file = kept(in_tmp("centroids.gguf"));
     const Chain dense = chain_behind(path, plan(drafter, KV_F32, 1, VOCAB), 0);
     Chain c = chain_behind(path, plan(write_centroids(drafter, file, N_USED, 0, false), KV_F32, 1, VOCAB), 0);
     CHECK(!memcmp(&c, &dense, sizeof c), "%s: centroids that a flag turns off are used", family);
@@ -377,9 +408,11 @@ static void test_centroids(const char *family) {
     c = chain_behind(path, plan(write_centroids(drafter, file, N_CENTROIDS, 1, true), KV_F32, 1, VOCAB), 0);
     for (int k = 0; k < DEPTH; k++) {
         const double d = difference(c.logits[k], dense.logits[k], VOCAB);
-        CHECK(d <= (on_gpu ? 1e-3 : 1e-5) && c.ids[k] == dense.ids[k], "%s: all centroids, depth %d: token %d, expected %d; difference %.3g", family, k,
+        CHECK(d <= (on_gpu ? 1e-3 : 1e-5) && c.ids[k] == dense.ids[k],
+              "%s: all centroids, depth %d: token %d, expected %d; difference %.3g", family, k,
               c.ids[k], dense.ids[k], d);
-        CHECK(fabs((double)c.logsumexp[k] - (double)dense.logsumexp[k]) < (on_gpu ? 1e-2 : 1e-4), "%s: all centroids, depth %d: logsumexp", family, k);
+        CHECK(fabs((double)c.logsumexp[k] - (double)dense.logsumexp[k]) < (on_gpu ? 1e-2 : 1e-4),
+              "%s: all centroids, depth %d: logsumexp", family, k);
     }
     int32_t *prompt = golden("", "tokens.i32", L * sizeof *prompt);
     Model *m = open_pair(path, plan(write_centroids(drafter, file, N_USED, -1, false), KV_F32, 1, N_USED * PER));
@@ -402,11 +435,12 @@ static void test_centroids(const char *family) {
         for (int i = 0; i < N_CENTROIDS; i++) above += scores[i] > scores[k];
         for (int i = 0; i < PER && above < N_USED; i++) near[token_at(k * PER + i)] = true;
     }
-    c = read_chain(m, 0, 1, 1);                        // a token without a logit has 0
+    c = read_chain(m, 0, 1, 1);                        // a token without logit has 0
     int wrong = 0;
     for (int i = 0; i < VOCAB; i++)
         wrong += !(fabs((double)c.logits[0][i] - (near[i] ? (double)dense.logits[0][i] : 0)) <= (on_gpu ? 1e-2 : 1e-4));
-    CHECK(!wrong, "%s: %d of %d centroids: %d tokens have another logit than expected", family, N_USED, N_CENTROIDS, wrong);
+    CHECK(!wrong, "%s: %d of %d centroids: %d tokens have another logit than expected", family, N_USED, N_CENTROIDS,
+          wrong);
     close_model(m);
     free(prompt);
     Draft d = read_draft(write_centroids(drafter, file, N_USED, -1, false));
@@ -424,7 +458,8 @@ static void test_centroids(const char *family) {
 }
 
 static void test_refused(void) {
-    const char *path = kept(make_model("micro-dense", "micro-dense", "f32", NULL)), *drafter = kept(mtp_of("micro-dense"));
+    const char *path = kept(make_model("micro-dense", "micro-dense", "f32", NULL)),
+        *drafter = kept(mtp_of("micro-dense"));
     const char *broken = kept(in_tmp("broken.gguf"));
     REFUSED(path, MINI_MTP, "micro-dense.gguf", MINI_MTP, "hidden size: expected 64, got 256");
     REFUSED(MINI, drafter, MINI, "micro-dense-mtp.gguf", "hidden size: expected 256, got 64");
@@ -469,10 +504,11 @@ static void test_refused(void) {
     }
 }
 
-// ---- trained models ----------------------------------------------------------------------------------------------------------
+// ---- trained models
+// ----------------------------------------------------------------------------------------------------------
 
-// Greedy text, and at every token a chain: how many are right at each depth, drafted before them all right too. models/
-// acceptance.md says what to expect of stories: all but few.
+// Greedy text with a chain at every token: counts accepted drafts at each depth. models/acceptance.md has the rates for
+// stories, which are nearly 1.
 static void test_acceptance(ModelOptions o, int n_ids, int depth) {
     enum { MOST = 160 };
     static const char text[] = "<|turn>user\nTell me a story about a fox.<turn|>\n<|turn>model\n";
@@ -507,7 +543,7 @@ static void test_acceptance(ModelOptions o, int n_ids, int depth) {
     close_model(m);
 }
 
-// A query in another basis than the cached rows would find nothing in them.
+// A query in another basis than the cached rows would not match them.
 static void test_types(void) {
     for (KvType type = KV_F32; type <= KV_TQ3; type++)
         for (int untied = 0; untied < 2; untied++)

@@ -1,16 +1,16 @@
-/* test_flags.c - the command line under combinations of flags that nobody chose. Flags come from the program's own
- * table, so a new one is covered at once; values are legal, edges or wrong, by the kind and the range in the table.
+/* test_flags.c - the command line with random combinations of flags. Flags come from the program's table, so a new flag
+ * is tested automatically; values are valid, at a limit, or wrong, by the kind and range in the table.
  *
- *   build/test_flags [SEED [N [FIRST]]]      N combinations (500; LONG=1: 5000) from number FIRST (1) on, in the order
- *                                            drawn. Each follows from SEED and its number: a failure is run again by
+ *   build/test_flags [SEED [N [FIRST]]]      N random combinations (500; LONG=1: 5000) from number FIRST (1) on. Each
+ *                                            depends only on SEED and its number: repeat a failure with
  *                                            build/test_flags SEED 1 NUMBER
- * Each run of the program ends with status 0 and no error, or with status 1 and one line of error; never by a signal. A
- * server answers requests and gets SIGTERM. Every run has the same files, and what it writes is removed after it.
+ * Each run of the program must end with status 0 and no error, or with status 1 and one error line; never by a signal.
+ * A server answers requests and gets SIGTERM. Every run has the same files, and its output is removed.
  *
  * Run from the top of the repository.
- * Environment: GEMMA4 (./gemma4), RUNS (at a time, 2), TMPDIR (/tmp), SHOW=1 (print every command and how it ended). A
- * GPU is hidden, except with LONG=1: to start it takes longer than a run. */
-static int main_of_gemma4(int argc, char **argv);      // never called: what only it needs is not compiled
+ * Environment: GEMMA4 (./gemma4), RUNS (2 at a time), TMPDIR (/tmp), SHOW=1 (print every command and how it ended). A
+ * GPU is hidden, except with LONG=1, because initialising it takes longer than a run. */
+static int main_of_gemma4(int argc, char **argv);   // never called, so that the code that only it needs is not compiled
 #define main main_of_gemma4
 #include "../gemma4.c"
 #undef main
@@ -26,12 +26,12 @@ static int main_of_gemma4(int argc, char **argv);      // never called: what onl
 #ifdef SANITIZED
 enum { PATIENCE_SECONDS = 900 };
 #else
-enum { PATIENCE_SECONDS = 120 };                       // after which a run hangs
+enum { PATIENCE_SECONDS = 120 };                       // a longer run counts as hanging
 #endif
 
 // ==== Chance =========================================================================================================
 
-static uint64_t chance;                                // state of the combination that is drawn
+static uint64_t chance;                                // random state of the current combination
 
 static uint64_t draw_bits(void) {                      // splitmix64
     uint64_t z = chance += 0x9e3779b97f4a7c15u;
@@ -45,8 +45,8 @@ static double draw_unit(void) { return (double)(draw_bits() >> 11) * 0x1p-53; }
 #define ONE_OF(texts) (texts)[draw(N_OF(texts))]
 
 // ==== Values =========================================================================================================
-// What a value of the table's kinds may be. Of some flags larger values are legal, but take long: not drawn are those
-// above the bound. Nothing else here knows a flag by its name, except for values that only it makes sense of.
+// Values for the table's kinds. For some flags large values are valid but slow; values above the bound are not used.
+// Otherwise no flag is treated by name, except for values that only make sense for one flag.
 
 static const struct { const char *name; double most; } bounds[] = {
     { "-n", 32 }, { "-c", 4096 }, { "-t", 4 }, { "-r", 2 }, { "--chunks", 3 }, { "--needles", 3 }, { "-np", 8 } };
@@ -61,7 +61,7 @@ static const struct { const char *name, *value; } favourites[] = {
     { "-f", "long.txt" }, { "--kld-base", "new" }, { "--api-key-file", "text.txt" }, { "--dump", "folder" },
     { "--session-dir", "folder" }, { "--spec-force", "0.9,0.5" }, { "--history", "new" }, { "-m", "mini.gguf" } };
 
-static const struct { const char *name, *words; } companions[] = {     // flags that mean nothing alone
+static const struct { const char *name, *words; } companions[] = {     // flags that need another flag
     { "--scorer", "--compress 0.3" }, { "--think-budget", "--think" }, { "--history", "-i" }, { "-v", "-i" },
     { "--tree", "-md mtp.gguf" }, { "--tool-choice", "--tools tools.json" }, { "-ctv", "--kv-layout untied" },
     { "--spec-force", "-md dflash.gguf" }, { "--kv-swa", "-ctk f32" }, { "--pflash", "--pflash-from 0" },
@@ -102,7 +102,7 @@ typedef struct {
     int   argc;
     char *argv[80], text[8192];
     size_t n_text;
-    char  input[512];         // for standard input
+    char  input[512];         // standard input
 } Combination;
 
 __attribute__((format(printf, 2, 3))) static void add_word(Combination *c, const char *fmt, ...) {
@@ -114,7 +114,7 @@ __attribute__((format(printf, 2, 3))) static void add_word(Combination *c, const
     va_end(ap);
 }
 
-static void add_words(Combination *c, const char *words) {             // with spaces between
+static void add_words(Combination *c, const char *words) {             // words separated by spaces
     char copy[200], *rest = copy;
     snprintf(copy, sizeof copy, "%s", words);
     for (char *word; (word = strsep(&rest, " ")); ) if (*word) add_word(c, "%s", word);
@@ -125,7 +125,7 @@ static double bound_of(const Flag *f) {
     return f->max;
 }
 
-// A number that the flag takes, unless it is as wrong as the ones above.
+// A number that the flag accepts, or a wrong one as above.
 static void add_number(Combination *c, const Flag *f) {
     const double most = bound_of(f), span = most - f->min;
     const bool bounded = most < f->max;
@@ -167,7 +167,7 @@ static void add_text(Combination *c, const Flag *f) {
     else if (coin(2)) add_word(c, "%0500d", draw(10));
     else if (!strcmp(kind, "FILE")) add_word(c, "%s", ONE_OF(files));
     else if (!strcmp(kind, "DIR")) add_word(c, "%s", ONE_OF(folders));
-    else if (!strcmp(kind, "ADDRESS")) add_word(c, "%s", ONE_OF(addresses));       // other names would ask the network
+    else if (!strcmp(kind, "ADDRESS")) add_word(c, "%s", ONE_OF(addresses));       // other names would need the network
     else if (!strcmp(kind, "ID+B")) add_word(c, "%s", ONE_OF(biases));
     else if (!strcmp(kind, "IDS")) add_word(c, "%s", ONE_OF(ids));
     else if (!strcmp(kind, "N,..")) add_word(c, "%s", ONE_OF(lists));
@@ -189,14 +189,14 @@ static void add_flag(Combination *c, const Flag *f) {
 
 // ==== Combinations ===================================================================================================
 
-// What makes runs short, before the drawn flags, which may say otherwise.
+// Flags that make runs short; they come first, so random flags may override them.
 static const struct { Verb verb; const char *words; } frames[] = {
     { GENERATE, "-n 12 -c 300 -t 1" }, { LOGITS, "--ids ids.i32 -o new -t 1" }, { TOKENIZE, "-p Hello" },
     { DETOKENIZE, "--ids 2" }, { BENCH, "-p 8 -n 3 -r 1 -t 1" }, { CHECK, "--against reference -t 2" },
     { SERVE, "--port 0 -n 8 -c 300 -t 1 --cache-ram 16" }, { PPL, "-f text.txt -c 32 --chunks 2 -t 1" },
     { NIAH, "-p 256 -d 50 -r 1 -t 1" } };
 
-static const struct { Verb verb; int share; } shares_of_verbs[] = {    // of draws; others 1
+static const struct { Verb verb; int share; } shares_of_verbs[] = {    // relative frequency; others 1
     { GENERATE, 40 }, { SERVE, 8 }, { PLAN, 4 }, { PPL, 5 }, { LOGITS, 4 }, { BENCH, 2 }, { TOKENIZE, 2 },
     { QUANTIZE, 2 } };
 
@@ -211,7 +211,7 @@ static int share_of_verb(Verb verb) {
     return 1;
 }
 
-static Verb draw_verb(const char **name) {             // NULL: it has none
+static Verb draw_verb(const char **name) {             // NULL: no command
     int n = share_of_verb(GENERATE);
     for (int i = 0; i < N_OF(verbs); i++) n += share_of_verb(verbs[i].verb);
     int at = draw(n) - share_of_verb(GENERATE);
@@ -220,7 +220,7 @@ static Verb draw_verb(const char **name) {             // NULL: it has none
     return *name ? verb_named(*name) : GENERATE;
 }
 
-// Words that are neither flags of the table nor their values.
+// Words that are neither flags nor values.
 static void add_stray(Combination *c) {
     static const char *const stray[] = {
         "--nothing", "-", "--", "", "serve", "bench", "mini-e.gguf", "text.txt", "-ngl", "--jinja", "--temp=1",
@@ -261,7 +261,7 @@ static void draw_combination(Combination *c) {
         add_words(c, coin(50) ? "-md mtp.gguf" : "-md dflash.gguf");
     snprintf(c->input, sizeof c->input, "%s", c->chats ? ONE_OF(chats) : coin(20) ? "Hello" : "");
     for (int n = 1 + draw(coin(20) ? 12 : 5); n; n--) {
-        const bool stranger = coin(1);                 // a flag of other verbs
+        const bool stranger = coin(1);                 // a flag of other commands
         const Flag *f;
         do f = &flags[draw(N_OF(flags))];
         while (!(f->verbs & (int)c->verb) != stranger || (f->verbs == ANY && !coin(10)));
@@ -270,13 +270,13 @@ static void draw_combination(Combination *c) {
     }
     if (coin(2)) add_stray(c);
     if (coin(2)) c->argc--;
-    if (has_word(c, "--context-shift")) add_words(c, "-n 16");         // else there may be no end
+    if (has_word(c, "--context-shift")) add_words(c, "-n 16");         // else it may never end
     c->argv[c->argc] = NULL;
 }
 
 // ==== Folders ========================================================================================================
 
-static struct { const char *name, *from; char *data; size_t n; struct stat st; } own[] = {   // files of every run
+static struct { const char *name, *from; char *data; size_t n; struct stat st; } own[] = {   // the files of every run
     { .name = "mini.gguf", .from = "models/gemma4-mini-q8_0.gguf" },
     { .name = "mini-e.gguf", .from = "models/gemma4-mini-e-q8_0.gguf" },
     { .name = "mtp.gguf", .from = "models/gemma4-mini-mtp-q8_0.gguf" },
@@ -291,14 +291,14 @@ static struct { const char *name, *from; char *data; size_t n; struct stat st; }
       .data = "[{\"type\":\"function\",\"function\":{\"name\":\"weather\",\"parameters\":{\"type\":\"object\","
               "\"properties\":{\"city\":{\"type\":\"string\"}}}}}]" } };
 
-static char folder[600];                               // of this process's runs, and its working directory
+static char folder[600];                               // the working directory of this process's runs
 
 static void write_file(const char *path, const void *data, size_t n) {
     FILE *f = must(fopen(path, "wb"));
     if (fwrite(data, 1, n, f) != n || fclose(f)) must(NULL);
 }
 
-// Makes of the folder what it was before a run: removes new files, restores those that are missing or changed.
+// Restores the folder after a run: removes new files, restores missing or changed ones.
 static void clean_folder(void) {
     DIR *d = must(opendir("."));
     for (struct dirent *e; (e = readdir(d)); ) {
@@ -360,8 +360,8 @@ static pid_t start_program(const char *gemma4, const Combination *c) {
     _exit(127);
 }
 
-// Asks a server at "http://HOST:PORT" for a few answers at once -> the first line of its reply to the first request
-// that it refuses, else to the last one; "": it says nothing.
+// Sends a few requests to a server at "http://HOST:PORT". Returns the first line of its reply to the first request that
+// it refuses, else to the last one; "": no reply.
 static const char *ask(const char *url, double until) {
     static const char *const bodies[] = {
         "{\"messages\":[{\"role\":\"user\",\"content\":\"Tell me a story.\"}],\"max_tokens\":20,\"temperature\":0}",
@@ -393,15 +393,15 @@ static const char *ask(const char *url, double until) {
         }
         reply[n] = 0;
         reply[strcspn(reply, "\r\n")] = 0;
-        if (strncmp(reply, "HTTP/1.1 200", 12)) break;                 // the others are not waited for
+        if (strncmp(reply, "HTTP/1.1 200", 12)) break;                 // does not wait for the others
     }
     for (int i = 0; i < N_OF(bodies); i++) if (fds[i] >= 0) close(fds[i]);
     freeaddrinfo(a);
     return reply;
 }
 
-// Waits for the end of the program -> its exit status, 1000 + the signal that ended it, -1: it hangs. A server is asked
-// once, and told to end; what it said is left in `reply`.
+// Waits until the program ends. Returns its exit status, or 1000 + the signal that killed it; -1: it hangs. A server
+// gets requests once and then SIGTERM; its reply is in `reply`.
 static int wait_for_end(pid_t child, bool serves, const char *err_path, const char **reply) {
     const double until = seconds() + PATIENCE_SECONDS;
     int status;
@@ -424,7 +424,7 @@ static int wait_for_end(pid_t child, bool serves, const char *err_path, const ch
     return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 
-static void print_word(const char *s) {                // as bash reads it
+static void print_word(const char *s) {                // quoted for bash
     const bool plain = *s && !s[strspn(s, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./,+=:")];
     printf(plain ? "" : "$'");
     for (; *s; s++)
@@ -441,7 +441,7 @@ static void print_command(const Combination *c) {
     printf("\n");
 }
 
-// What is wrong with how a run ended; NULL: nothing.
+// What is wrong with the end of a run; NULL: nothing.
 static const char *fault_of(const Combination *c, int status, const char *out, const char *err, const char *reply) {
     static char what[100];
     const bool measures = c->verb & (BENCH | PPL | NIAH | PLAN);
@@ -495,7 +495,7 @@ static void run_combination(const char *gemma4, const Combination *c, uint64_t s
     free(err);
 }
 
-// Lines that have failed: run before what is drawn. Words have one space between.
+// Lines that failed once; they run before the random ones. Words are separated by one space.
 static const struct { Verb verb; const char *words, *input; } failed[] = {
     { GENERATE, "mini.gguf -t 1 --spec auto --draft-max 5 --temp 0 -n 40 -p story", "" },
     { BENCH, "bench mini.gguf -t 1 -p 0 -n 1 -r 1 -md mtp.gguf --spec-force 1 -o json", "" },
@@ -549,7 +549,8 @@ int main(int argc, char **argv) {
         const bool told = read(pipes[j][0], counts, sizeof counts) == sizeof counts;
         CHECK(told, "a process that runs combinations has ended early");
         waitpid(pids[j], NULL, 0);
-        test_passed += counts[0], test_failed += counts[1];
+        test_passed += counts[0];
+        test_failed += counts[1];
     }
     return test_done("test_flags");
 }
