@@ -1,5 +1,5 @@
-/* test_json.c - the JSON reader of gguf.h: what it accepts, what it refuses and where, and what the values are. Every text is
- * parsed from a heap copy of its exact length, so that make asan sees a read past its end. */
+/* test_json.c - the JSON reader of gguf.h: what it accepts, what it refuses and where, and the values. Every text is
+ * parsed from a heap copy of its exact length, so that make asan finds reads past its end. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "../gguf.h"
 #include "test.h"
@@ -12,7 +12,7 @@ static int parse(const char *text, size_t n, GgufJson *v, size_t *at, const char
     return gguf_json_parse(copy, n, v, at, err);
 }
 
-// Number of values in v; walks everything, so that a value of wrong extent would be noticed.
+// The number of values in v. Visits all of them, so that a value with wrong bounds is noticed.
 static int count(const GgufJson *v) {
     int n = 1;
     GgufJson rest = *v, key, value;
@@ -33,8 +33,10 @@ static void test_accepted(void) {
     static const struct { const char *text; int type, count; } cases[] = {
         {"null", GGUF_J_NULL, 1}, {" true ", GGUF_J_TRUE, 1}, {"\tfalse\r\n", GGUF_J_FALSE, 1}, {"0", GGUF_J_NUMBER, 1},
         {"-0.5e-3", GGUF_J_NUMBER, 1}, {"12E+2", GGUF_J_NUMBER, 1}, {"\"\"", GGUF_J_STRING, 1}, {"[]", GGUF_J_ARRAY, 1},
-        {"{}", GGUF_J_OBJECT, 1}, {"[ ]", GGUF_J_ARRAY, 1}, {"{ }", GGUF_J_OBJECT, 1}, {"[[],[[]],{}]", GGUF_J_ARRAY, 5},
-        {"{\"a\" : [1, \"]}\", {\"b\":null} ] , \"c\\\"\":{} }", GGUF_J_OBJECT, 7}, {"[\"\\\\\",\"\\\"\"]", GGUF_J_ARRAY, 3},
+        {"{}", GGUF_J_OBJECT, 1}, {"[ ]", GGUF_J_ARRAY, 1}, {"{ }", GGUF_J_OBJECT, 1},
+        {"[[],[[]],{}]", GGUF_J_ARRAY, 5},
+        {"{\"a\" : [1, \"]}\", {\"b\":null} ] , \"c\\\"\":{} }", GGUF_J_OBJECT, 7},
+        {"[\"\\\\\",\"\\\"\"]", GGUF_J_ARRAY, 3},
         {"{\"\":\"\\u00e9\\ud83d\\ude00\"}", GGUF_J_OBJECT, 2}, {"[\"\x80\xff\"]", GGUF_J_ARRAY, 2},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -50,10 +52,14 @@ static void test_accepted(void) {
 
 static void test_refused(void) {
     static const struct { const char *text; size_t at; } cases[] = {
-        {"", 0}, {"  ", 2}, {"[", 1}, {"{", 1}, {"]", 0}, {"[1,]", 3}, {"{\"a\":1,}", 7}, {"[1 2]", 3}, {"{\"a\" 1}", 5},
-        {"{1:2}", 1}, {"{\"a\":}", 5}, {"[}", 1}, {"{]", 1}, {"[1}", 2}, {"nul", 0}, {"nulL", 0}, {"truefalse", 4}, {"01", 1},
-        {"-", 1}, {"+1", 0}, {".5", 0}, {"1.", 2}, {"1e", 2}, {"1e+", 3}, {"\"", 1}, {"\"\\\"", 3}, {"\"\\x\"", 2}, {"\"\n\"", 1},
-        {"\"\\u12g4\"", 5}, {"\"\\u12", 5}, {"1 1", 2}, {"{} []", 3}, {"NaN", 0}, {"'a'", 0}, {"[1,,2]", 3}, {"{\"a\":1 \"b\":2}", 7},
+        {"", 0}, {"  ", 2}, {"[", 1}, {"{", 1}, {"]", 0}, {"[1,]", 3}, {"{\"a\":1,}", 7}, {"[1 2]", 3},
+        {"{\"a\" 1}", 5},
+        {"{1:2}", 1}, {"{\"a\":}", 5}, {"[}", 1}, {"{]", 1}, {"[1}", 2}, {"nul", 0}, {"nulL", 0}, {"truefalse", 4},
+        {"01", 1},
+        {"-", 1}, {"+1", 0}, {".5", 0}, {"1.", 2}, {"1e", 2}, {"1e+", 3}, {"\"", 1}, {"\"\\\"", 3}, {"\"\\x\"", 2},
+        {"\"\n\"", 1},
+        {"\"\\u12g4\"", 5}, {"\"\\u12", 5}, {"1 1", 2}, {"{} []", 3}, {"NaN", 0}, {"'a'", 0}, {"[1,,2]", 3},
+        {"{\"a\":1 \"b\":2}", 7},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         GgufJson v;
@@ -75,7 +81,8 @@ static void test_refused(void) {
 }
 
 static void test_values(void) {
-    const char *text = "{\"n\": 9007199254740993, \"f\": -2.5e3, \"big\": 1e999, \"s\": \"a\\n\\t\\/\\u0041\\u20ac\\ud83d\\ude00\\ud800x\","
+    const char *text =
+        "{\"n\": 9007199254740993, \"f\": -2.5e3, \"big\": 1e999, \"s\": \"a\\n\\t\\/\\u0041\\u20ac\\ud83d\\ude00\\ud800x\","
                        "\"n\": 7, \"nul\": \"a\\u0000b\", \"k\\u0065y\": true, \"long\": 123456789012345678901234567890}";
     GgufJson v, m;
     size_t at = 0;
@@ -84,24 +91,29 @@ static void test_values(void) {
     int64_t n = 0;
     double d = 0;
     char out[64];
-    CHECK(gguf_json_get(&v, "n", &m) && gguf_json_int(&m, 0, INT64_MAX, &n) && n == 7, "the last of two equal keys: %lld", (long long)n);
+    CHECK(gguf_json_get(&v, "n", &m) && gguf_json_int(&m, 0, INT64_MAX, &n) && n == 7,
+          "the last of two equal keys: %lld", (long long)n);
     CHECK(!gguf_json_int(&m, 8, 9, &n), "range");
-    CHECK(gguf_json_get(&v, "f", &m) && gguf_json_float(&m, &d) && d == -2500 && !gguf_json_int(&m, -9999, 9999, &n), "f %g", d);
+    CHECK(gguf_json_get(&v, "f", &m) && gguf_json_float(&m, &d) && d == -2500 && !gguf_json_int(&m, -9999, 9999, &n),
+          "f %g", d);
     CHECK(gguf_json_get(&v, "big", &m) && !gguf_json_float(&m, &d), "infinite");
     CHECK(gguf_json_get(&v, "long", &m) && !gguf_json_int(&m, INT64_MIN, INT64_MAX, &n), "more than 64 bits");
     CHECK(gguf_json_get(&v, "s", &m), "s");
     const size_t len = gguf_json_string(&m, out);
     const char *want = "a\n\t/A\xe2\x82\xac\xf0\x9f\x98\x80\xef\xbf\xbdx";
     CHECK(len == strlen(want) && !memcmp(out, want, len), "escapes: %zu bytes, want %zu", len, strlen(want));
-    CHECK(gguf_json_is(&m, want) && !gguf_json_is(&m, "a\n") && !gguf_json_is(&m, "a\n\t/A\xe2\x82\xac\xf0\x9f\x98\x80\xef\xbf\xbdxy"), "is");
-    CHECK(gguf_json_get(&v, "nul", &m) && gguf_json_string(&m, out) == 3 && out[1] == 0 && !gguf_json_is(&m, "a"), "NUL inside");
+    CHECK(gguf_json_is(&m, want) && !gguf_json_is(&m, "a\n") &&
+          !gguf_json_is(&m, "a\n\t/A\xe2\x82\xac\xf0\x9f\x98\x80\xef\xbf\xbdxy"), "is");
+    CHECK(gguf_json_get(&v, "nul", &m) && gguf_json_string(&m, out) == 3 && out[1] == 0 && !gguf_json_is(&m, "a"),
+          "NUL inside");
     CHECK(gguf_json_get(&v, "key", &m) && m.type == GGUF_J_TRUE, "an escaped key");
     CHECK(!gguf_json_get(&v, "ke", &m) && !gguf_json_get(&m, "a", &m), "absent");
 }
 
-// Whatever survives the parser can be walked within its bytes; what does not is refused without reading past them.
+// If the parser accepts a text, all values can be visited within its bytes; if not, it has not read past them.
 static void test_damage(void) {
-    const char *seed = "{\"a\\u00e9\":[1,-2.5e+3,true,false,null,{\"x\":\"\\ud83d\\ude00\\\"\"}],\"b\":{\"c\":[[],{}]}}";
+    const char *seed =
+        "{\"a\\u00e9\":[1,-2.5e+3,true,false,null,{\"x\":\"\\ud83d\\ude00\\\"\"}],\"b\":{\"c\":[[],{}]}}";
     uint32_t r = 1;
     int accepted = 0;
     for (int i = 0; i < 20000; i++) {

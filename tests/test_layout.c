@@ -1,11 +1,12 @@
-/* test_layout.c - the CUDA backend's layout of weights: every bit of the file is there, and nothing more.
+/* test_layout.c - the CUDA backend's layout of weights has exactly the bits of the file.
  *
- *   round trip  random bytes of every type, uploaded, read back and put together again by the table of planes that
- *               gemma4_kernels.cu [3] gives: the file's blocks, byte for byte; a matrix grows by less than 0.5 % and what
- *               aligns its planes. One matrix takes several chunks and threads
- *   in_host     a table that stays in host memory has the bytes of one on the device, and is filled once
- *   shorter     a file whose end goes away before its chunks are read ends the process with the usual line
- *   model       logits with the per-layer table on either side: equal bits; the plan counts it apart
+ *   round trip  random bytes of every type are uploaded, read back and reassembled with the table of planes in
+ *               gemma4_kernels.cu [3]: they must equal the file's blocks, byte for byte; a matrix grows by less than
+ *               0.5 % plus the alignment of its planes. One matrix takes several chunks and threads
+ *   in_host     a table in host memory has the same bytes as one on the device, and is filled once
+ *   shorter     a file that is truncated before its chunks are read ends the process with the usual line
+ *   model       logits are equal bit for bit with the per-layer table in host or device memory; the plan lists it
+ *               separately
  *
  * Skipped, and counted, when built without CUDA or where there is no GPU. */
 #define TESTING
@@ -15,13 +16,13 @@
 #include "files.h"
 
 #ifdef USE_CUDA
-// A type as the table has it: bits of codes and bytes of planes, and where the file has what scales them.
+// A type of the table: bits of codes, bytes of planes, and the position of the scales in the file's block.
 typedef struct {
     DType type;
-    int   values, bytes;                // of a block of the file
+    int   values, bytes;                // of a block in the file
     int   lo_bits, hi_bits;
-    int   head, head_values, head_at;   // bytes for so many values, in the file from byte head_at of the block on
-    int   sup, sup_at;                  // bytes for 256 values
+    int   head, head_values, head_at;   // bytes per head_values values; at offset head_at of the file's block
+    int   sup, sup_at;                  // bytes per 256 values; offset in the file's block
 } Layout;
 
 static const Layout layouts[] = {
@@ -42,7 +43,7 @@ static unsigned plane_bits(const uint8_t *group, int bits, int v) {
     return bits ? group[v % 4] >> v / 4 & 1 : 0;
 }
 
-// Code c of value i goes to where the file's block has it.
+// Writes code c of value i to its place in the file's block.
 static void put_code(DType t, uint8_t *b, int i, unsigned c) {
     const int half = i / 128, quarter = i / 32 % 4, l = i % 32;
     uint8_t *at = NULL;
@@ -56,9 +57,11 @@ static void put_code(DType t, uint8_t *b, int i, unsigned c) {
     case T_MXFP4: at = b + 1 + i % 16; break;
     case T_NVFP4: at = b + 4 + 8 * (i / 16) + i % 8, shift = 4 * (i / 8 % 2); break;
     case T_Q4_K: at = b + 16 + 32 * (i / 64) + l, shift = 4 * (i / 32 % 2); break;
-    case T_Q5_K: at = b + 48 + 32 * (i / 64) + l, shift = 4 * (i / 32 % 2), b[16 + l] |= (uint8_t)((c >> 4) << i / 32); break;
+    case T_Q5_K: at = b + 48 + 32 * (i / 64) + l, shift = 4 * (i / 32 % 2), b[16 +
+            l] |= (uint8_t)((c >> 4) << i / 32); break;
     case T_Q6_K:
-        at = b + 64 * half + 32 * (quarter % 2) + l, shift = 4 * (quarter / 2);
+        at = b + 64 * half + 32 * (quarter % 2) + l;
+        shift = 4 * (quarter / 2);
         b[128 + 32 * half + l] |= (uint8_t)((c >> 4) << 2 * quarter);
         break;
     case T_Q2_K: at = b + 16 + 32 * half + l, shift = 2 * quarter; break;
@@ -70,7 +73,7 @@ static void put_code(DType t, uint8_t *b, int i, unsigned c) {
     *at |= (uint8_t)((c & mask) << shift);
 }
 
-// The file's blocks of n values from planes; returns the bytes that the planes take.
+// Builds the file's blocks of n values from planes. Returns the bytes of the planes.
 static size_t blocks_of(const Layout *f, const uint8_t *planes, size_t n, uint8_t *out) {
     const size_t n_groups = n / 32;
     const size_t size[4] = { n_groups * (size_t)(4 * f->lo_bits), n_groups * (size_t)(4 * f->hi_bits),
@@ -117,7 +120,8 @@ static uint8_t *read_back(const Ops *op, const void *from, size_t bytes) {
 
 static void test_round_trip(const Layout *f, int n, int rows, int cols) {
     const Ops *op = cuda_ops();
-    const size_t values = (size_t)n * (size_t)rows * (size_t)cols, file_bytes = values / (size_t)f->values * (size_t)f->bytes;
+    const size_t values = (size_t)n * (size_t)rows * (size_t)cols,
+        file_bytes = values / (size_t)f->values * (size_t)f->bytes;
     uint8_t *file = random_bytes(file_bytes), *back = alloc_or_die(file_bytes, 1);
     Tensor w = { .data = file, .type = f->type, .rows = rows, .cols = cols, .n = n }, in_host = w;
     const size_t bytes = op->weight_bytes(&w);
@@ -127,7 +131,8 @@ static void test_round_trip(const Layout *f, int n, int rows, int cols) {
     uint8_t *planes = read_back(op, w.data, bytes);
     const size_t taken = blocks_of(f, planes, values, back);
     CHECK(taken == bytes, "%s: got %zu bytes, the table says %zu", name, bytes, taken);
-    CHECK((double)bytes <= (double)file_bytes * 1.005 + 4 * 256, "%s: %zu bytes of the file take %zu", name, file_bytes, bytes);
+    CHECK((double)bytes <= (double)file_bytes * 1.005 + 4 * 256, "%s: %zu bytes of the file take %zu", name, file_bytes,
+          bytes);
     size_t off = 0;
     while (off < file_bytes && file[off] == back[off]) off++;
     CHECK(off == file_bytes, "%s, %d x %d x %d: byte %zu of block %zu: got %02x, want %02x", name, n, rows, cols,
@@ -142,7 +147,7 @@ static void test_round_trip(const Layout *f, int n, int rows, int cols) {
     CHECK(in_host.data == again.data, "%s: a table in host memory is uploaded twice", name);
     const uint8_t *host = in_host.data;
     bool same = true;
-    for (size_t i = 0, at = 0; i < 4; i++) {           // what lies between planes is nobody's
+    for (size_t i = 0, at = 0; i < 4; i++) {           // bytes between planes are not used
         const size_t size[4] = { values / 32 * (size_t)(4 * f->lo_bits), values / 32 * (size_t)(4 * f->hi_bits),
                                  values / (size_t)f->head_values * (size_t)f->head, values / 256 * (size_t)f->sup };
         same &= !memcmp(host + at, planes + at, size[i]);
@@ -169,10 +174,11 @@ static void test_floats(DType type) {
     free(back);
 }
 
-// In a child that starts the device itself: uploads three chunks of a mapped file, of which a quarter is left.
+// In a child that initialises the device: uploads three chunks of a mapped file that was truncated to a quarter.
 static void lose_pages(void) {
     const size_t bytes = (size_t)34 * 72 * 8200;
-    const int err = open(in_tmp("err"), O_WRONLY | O_CREAT | O_TRUNC, 0600), fd = open(in_tmp("weights"), O_RDWR | O_CREAT, 0600);
+    const int err = open(in_tmp("err"), O_WRONLY | O_CREAT | O_TRUNC, 0600),
+        fd = open(in_tmp("weights"), O_RDWR | O_CREAT, 0600);
     if (err < 0 || dup2(err, 2) < 0 || fd < 0 || ftruncate(fd, (off_t)bytes)) _exit(126);
     void *file = mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
     if (file == MAP_FAILED || ftruncate(fd, (off_t)bytes / 4)) _exit(126);
@@ -186,7 +192,7 @@ static void lose_pages(void) {
     _exit(0);
 }
 
-static void test_shorter(void) {                       // before this process has started the device
+static void test_shorter(void) {                       // before this process initialises the device
     fflush(stdout);
     const pid_t child = fork();
     if (!child) lose_pages();
@@ -199,11 +205,11 @@ static void test_shorter(void) {                       // before this process ha
     free(err);
 }
 
-// Logits of a step, and their bytes, with so much memory for the plan; 0: what there is.
+// Logits of a step, with this much memory for the plan; 0: all that there is.
 static float *logits_of(const char *path, size_t memory, MemoryPlan *plan, size_t *needed, size_t *bytes) {
     Model *m = alloc_or_die(1, sizeof *m);
-    const ModelOptions o = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 3, .k_type = KV_F16, .v_type = KV_F16,
-                            .memory = memory };
+    const ModelOptions o = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 3, .k_type = KV_F16,
+                             .v_type = KV_F16, .memory = memory };
     load_model(m, path, cuda_ops(), o, NULL);
     float *logits = alloc_or_die(3 * (size_t)m->config.vocab, sizeof *logits);
     for (int i = 0; i < 3; i++) m->chunk[i] = (StepRow){ .token = (17 + 101 * i) % m->config.vocab, .output = true };
@@ -222,16 +228,17 @@ static void test_model(const char *preset, const char *quant) {
     MemoryPlan plan[2];
     size_t needed[2], bytes, free_bytes, total;
     float *on_device = logits_of(path, 0, &plan[0], &needed[0], &bytes);
-    if (cuda_ops()->card()->host_memory) {             // where a table in the host's memory would save nothing: test_device
+    if (cuda_ops()->card()->host_memory) {             // a table in host memory would save nothing; see test_device
         CHECK(!plan[0].in_host, "%s %s: a table is planned in host memory, which is the device's", preset, quant);
         free(on_device);
         return;
     }
-    cuda_ops()->memory(&free_bytes, &total);           // what others have taken counts
+    cuda_ops()->memory(&free_bytes, &total);           // memory used by other processes counts
     float *in_host = logits_of(path, needed[0] - 1 + total - free_bytes, &plan[1], &needed[1], &bytes);
-    CHECK(!plan[0].in_host && plan[1].in_host, "%s %s: %zu and %zu bytes are planned in host memory", preset, quant, plan[0].in_host,
-          plan[1].in_host);
-    CHECK(plan[0].weights == plan[1].weights + plan[1].in_host, "%s %s: weights take %zu bytes, or %zu and %zu in host memory", preset,
+    CHECK(!plan[0].in_host && plan[1].in_host, "%s %s: %zu and %zu bytes are planned in host memory", preset, quant,
+          plan[0].in_host, plan[1].in_host);
+    CHECK(plan[0].weights == plan[1].weights + plan[1].in_host,
+          "%s %s: weights take %zu bytes, or %zu and %zu in host memory", preset,
           quant, plan[0].weights, plan[1].weights, plan[1].in_host);
     CHECK(needed[1] < needed[0], "%s %s: the plan is no smaller", preset, quant);
     CHECK(!memcmp(on_device, in_host, bytes), "%s %s: other logits with the table in host memory", preset, quant);

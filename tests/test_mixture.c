@@ -1,13 +1,14 @@
-/* test_mixture.c - parts/convert.h [2]: which type `gemma4 quantize` gives to which tensor, for the published models.
+/* test_mixture.c - parts/convert.h [2]: the type that `gemma4 quantize` gives to each tensor, for the published models.
  *
- * The tensors of each model are listed from its dimensions and sent through mixture_type in the order of a file. The counts
- * per type are those that loaders print for published Q4_K_M files (12B, 26B-A4B and E4B); the other lists are the rules
- * themselves, on shapes that make each of them decide. */
+ * The tensors of each model are listed from its dimensions and sent through mixture_type in the order of a file. The
+ * counts per type are those of published Q4_K_M files (12B, 26B-A4B and E4B); the other lists test each rule with
+ * shapes for which it decides. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
 
-typedef struct { int n_layers, period, dim, n_heads, kv_swa, kv_full, ffn, experts, expert_dim, ple; bool k_eq_v; } Shape;
+typedef struct { int n_layers, period, dim, n_heads, kv_swa, kv_full, ffn, experts, expert_dim,
+                 ple; bool k_eq_v; } Shape;
 
 static GgufTensor tensors[4096];
 static char names[4096][80];
@@ -41,10 +42,14 @@ static void list_model(const Shape *s) {
         matrix("ffn_gate.weight", l, s->dim, s->ffn);
         matrix("ffn_up.weight", l, s->dim, s->ffn);
         matrix("ffn_down.weight", l, s->ffn, s->dim);
-        static const char *const norms[] = { "attn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "ffn_norm",
+        static const char *const norms[] = { "attn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm",
+                                             "ffn_norm",
                                              "post_ffw_norm", "layer_output_scale" };
         char name[64];
-        for (int i = 0; i < 7; i++) snprintf(name, sizeof name, "%s.weight", norms[i]), vector(name, l);
+        for (int i = 0; i < 7; i++) {
+            snprintf(name, sizeof name, "%s.weight", norms[i]);
+            vector(name, l);
+        }
         if (s->experts) {
             add("ffn_gate_inp.weight", l, GGUF_F32, 2, (uint64_t)s->dim, (uint64_t)s->experts);
             vector("ffn_gate_inp.scale", l);
@@ -120,7 +125,7 @@ static void test_published(void) {
     expect_count("26B Q4_K_M", GGUF_Q6_K, 14);
     expect_count("26B Q4_K_M", GGUF_Q5_0, 32);
     expect_count("26B Q4_K_M", GGUF_Q8_0, 28);
-    for (int l = 0; l < 30; l++) {          // the layers that published files give more bits
+    for (int l = 0; l < 30; l++) {          // the layers with more bits in published files
         static const char more[31] = "111001001001001001001001001111";
         char name[64];
         snprintf(name, sizeof name, "blk.%d.ffn_down_exps.weight", l);
@@ -168,7 +173,7 @@ static void test_rules(void) {
 
     assign("q4_k_s", 16, 0);
     expect("q4_k_s", "output.weight", GGUF_Q6_K);
-    expect("q4_k_s", "token_embd.weight", GGUF_Q4_K);       // not the head here
+    expect("q4_k_s", "token_embd.weight", GGUF_Q4_K);       // it is not the head here
     expect("q4_k_s", "fc.weight", GGUF_Q5_0);
     expect("q4_k_s", "odd.weight", GGUF_F16);
     expect("q4_k_s", "enc.output_norm.weight", GGUF_BF16);
@@ -180,10 +185,11 @@ static void test_rules(void) {
     expect("q4_k_s", "blk.1.ffn_down.weight", GGUF_Q5_K);
     expect("q4_k_s", "blk.2.ffn_down.weight", GGUF_Q4_K);
     expect("q4_k_s", "blk.0.attn_output.weight", GGUF_Q4_K);
-    expect("q4_k_s", "blk.16.attn_qkv.weight", GGUF_Q4_K);  // the 17th of its kind
+    expect("q4_k_s", "blk.16.attn_qkv.weight", GGUF_Q4_K);  // the 17th tensor of this name
     assign("q4_k_m", 16, 0);
     expect("q4_k_m", "blk.16.attn_qkv.weight", GGUF_Q6_K);
-    expect("q4_k_m", "blk.10.attn_v.weight", GGUF_Q6_K);    // 10 - 17/8 = 8, 8 % 3 = 2: by number, not by name ("10" < "2")
+    // 10 - 17/8 = 8, 8 % 3 = 2: by number, not by name ("10" < "2")
+    expect("q4_k_m", "blk.10.attn_v.weight", GGUF_Q6_K);
     expect("q4_k_m", "blk.2.attn_v.weight", GGUF_Q4_K);
     assign("q4_k_m", 16, 8);
     expect("8 experts", "blk.5.attn_k.weight", GGUF_Q8_0);

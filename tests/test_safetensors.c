@@ -1,7 +1,8 @@
 /* test_safetensors.c - gguf.h: malformed and unusual safetensors files, sets of files, and the writer of a GGUF head.
  *
- * Run from the top of the repository. Headers are text, so a case is a line: the JSON, the bytes of data behind it, and what
- * is expected. Files are parsed from a heap copy of exactly their length: AddressSanitizer sees every read past it. */
+ * Run from the top of the repository. Headers are text, so a case is one line: the JSON, the bytes of data after it,
+ * and the expected result. Files are parsed from a heap copy of their exact length: AddressSanitizer finds every read
+ * past it. */
 #define _GNU_SOURCE
 #define GGUF_IMPLEMENTATION
 #include "gguf.h"
@@ -9,7 +10,7 @@
 
 static volatile uint8_t sink;
 
-static void touch(const Gguf *g) {                  // first and last byte of everything that was accepted
+static void touch(const Gguf *g) {                  // reads the first and last byte of everything that was accepted
     for (size_t i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         sink ^= (uint8_t)(t->name.s[0] ^ t->name.s[t->name.n - 1]);
@@ -17,7 +18,7 @@ static void touch(const Gguf *g) {                  // first and last byte of ev
     }
 }
 
-// Is err one printable line that carries the code with a byte position, and the word?
+// True: err is one printable line with the code, a byte position, and the word.
 static bool err_ok(const char *err, const char *code, const char *word) {
     const char *at = strstr(err, code);
     for (const char *p = err; *p; p++)
@@ -25,7 +26,7 @@ static bool err_ok(const char *err, const char *code, const char *word) {
     return *err && at && at > err && at[-1] == '(' && !strncmp(at + strlen(code), " at byte ", 9) && strstr(err, word);
 }
 
-// Length field `length` (-1: the true one), then the header, then `data` bytes.
+// Length field `length` (-1: the correct one), then the header, then `data` bytes.
 static int parse(Gguf *g, uint8_t **copy, const char *header, size_t n, int64_t length, size_t data) {
     const uint64_t field = length < 0 ? n : (uint64_t)length;
     *copy = malloc(8 + n + data);
@@ -101,19 +102,22 @@ static void test_bad(void) {
         { 0, 0, "E_JSON" }, { 2, 3, "E_TRUNC" }, { 2, INT64_MAX, "E_ST_HEADER" }, { 2, 100000001, "E_ST_HEADER" },
         { 2, 100000000, "E_TRUNC" }, { 2, 0, "E_JSON" } };
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
-        CHECK(parse(&g, &copy, "{}", lengths[i].size, lengths[i].length, 0) < 0 && err_ok(g.err, lengths[i].code, "expected"),
+        CHECK(parse(&g, &copy, "{}", lengths[i].size, lengths[i].length, 0) < 0 &&
+              err_ok(g.err, lengths[i].code, "expected"),
               "length %lld: %s", (long long)lengths[i].length, g.err);
         free(copy);
     }
     for (size_t n = 0; n < 8; n++) {
         copy = calloc(n ? n : 1, 1);
-        CHECK(gguf_parse_safetensors(&g, copy, n) < 0 && err_ok(g.err, "E_TRUNC", "8 bytes"), "%zu bytes: %s", n, g.err);
+        CHECK(gguf_parse_safetensors(&g, copy, n) < 0 && err_ok(g.err, "E_TRUNC", "8 bytes"), "%zu bytes: %s", n,
+              g.err);
         free(copy);
     }
     char name[400] = "{\"";
     memset(name + 2, 'n', 256);
     strcpy(name + 258, "\":" T("U8", "0", "0,0") "}");
-    CHECK(parse(&g, &copy, name, strlen(name), -1, 0) < 0 && err_ok(g.err, "E_NAME_LEN", "256"), "long name: %s", g.err);
+    CHECK(parse(&g, &copy, name, strlen(name), -1, 0) < 0 && err_ok(g.err, "E_NAME_LEN", "256"), "long name: %s",
+          g.err);
     free(copy);
 }
 
@@ -128,7 +132,8 @@ static void test_good(void) {
     const GgufTensor *m = gguf_find_tensor(&g, "m"), *s = gguf_find_tensor(&g, "s"), *e = gguf_find_tensor(&g, "e");
     const GgufTensor *six = gguf_find_tensor(&g, "six"), *f4 = gguf_find_tensor(&g, "f4");
     CHECK(g.n_tensors == 5 && g.n_kvs == 0 && !gguf_find_tensor(&g, "__metadata__"), "%zu tensors", g.n_tensors);
-    CHECK(m && m->type == GGUF_BF16 && m->n_dims == 2 && m->ne[0] == 3 && m->ne[1] == 2 && m->size == 12, "m: rows first");
+    CHECK(m && m->type == GGUF_BF16 && m->n_dims == 2 && m->ne[0] == 3 && m->ne[1] == 2 && m->size == 12,
+          "m: rows first");
     CHECK(m && m->data == copy + 8 + strlen(header) + 16, "m: data");
     CHECK(s && s->type == GGUF_F32 && s->n_dims == 0 && s->ne[0] == 1 && s->size == 4, "a scalar");
     CHECK(e && e->ne[0] == 5 && e->ne[1] == 0 && e->size == 0, "an empty tensor");
@@ -214,7 +219,7 @@ static void expect_set(const char *what, const char *name, int n_tensors, const 
     gguf_close(&g);
 }
 
-// Files of 1 to 9 tensors: the table grows with some of them and not with others, and every tensor is found in it.
+// Files of 1 to 9 tensors: the hash table grows with some of them, and every tensor is found in it.
 static void test_many_files(void) {
     enum { FILES = 9 };
     char file[64], header[1000], name[16];
@@ -222,7 +227,8 @@ static void test_many_files(void) {
         for (int i = 1; i <= FILES; i++) {
             size_t n = 0;
             for (int k = 0; k < i; k++)
-                n += (size_t)sprintf(header + n, "%c\"t%d.%d\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[%d,%d]}",
+                n += (size_t)sprintf(header + n,
+                                     "%c\"t%d.%d\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[%d,%d]}",
                                      k ? ',' : '{', i, k, k, k + 1);
             if (dup && i == FILES) memcpy(strstr(header, "t9.8"), "t1.0", 4);
             strcpy(header + n, "}");
@@ -340,31 +346,36 @@ static void test_writer(void) {
     size_t n = 0;
     CHECK(gguf_get_int(&g, "u", 0, 9, &v) == 1 && v == 7 && gguf_get_float(&g, "f", &d) == 1 && d == 0.5, "scalars");
     CHECK(gguf_get_int(&g, "b", 0, 1, &v) == 1 && v == 1 && !gguf_find_kv(&g, "general.alignment"), "bool; alignment");
-    CHECK(gguf_get_strs(&g, "strs", &s, &n) == 1 && n == 3 && s[1].n == 0 && s[2].n == 2 && !memcmp(s[2].s, "\0\xff", 2),
+    CHECK(gguf_get_strs(&g, "strs", &s, &n) == 1 && n == 3 && s[1].n == 0 && s[2].n == 2 &&
+          !memcmp(s[2].s, "\0\xff", 2),
           "strings");
-    CHECK(gguf_get_ints(&g, "ints", -9, 9, read, 4) == 1 && read[1] == -2 && gguf_find_kv(&g, "none")->count == 0, "arrays");
+    CHECK(gguf_get_ints(&g, "ints", -9, 9, read, 4) == 1 && read[1] == -2 && gguf_find_kv(&g, "none")->count == 0,
+          "arrays");
     const GgufTensor *m = gguf_find_tensor(&g, "m");
     CHECK(m && m->offset == 32 && m->size == 680 && m->ne[2] == 5 && m->n_dims == 3, "tensor");
 
-    // What was read, written again: the same bytes.
+    // Reading a file and writing it again gives the same bytes.
     GgufWriter copy = { 0 };
     for (size_t i = 0; i < g.n_kvs; i++) gguf_put_kv(&copy, &g.kvs[i]);
     for (size_t i = 0; i < g.n_tensors; i++)
         gguf_put_tensor(&copy, g.tensors[i].name, g.tensors[i].type, g.tensors[i].n_dims, g.tensors[i].ne);
     uint8_t *again = gguf_writer_head(&copy, &again_size);
-    CHECK(again && again_size == size && !memcmp(again, file, size), "a copy differs: %zu and %zu bytes", again_size, size);
+    CHECK(again && again_size == size && !memcmp(again, file, size), "a copy differs: %zu and %zu bytes", again_size,
+          size);
     free(again);
 
-    // And as a file that was never written: data of its own, in memory that closing releases.
+    // The same without writing the file: the data is in private memory, which closing releases.
     Gguf from = { .path = "from" }, mem;
     uint8_t *data = gguf_private(&from, 1000);
     const uint8_t *const at[2] = { data, data + 100 };
     CHECK(gguf_from_writer(&mem, &copy, at, &from) == 0, "in memory: %s", mem.err);
     m = gguf_find_tensor(&mem, "m");
-    CHECK(m && m->data == data + 100 && m->data[679] == 0 && !strcmp(mem.path, "from") && from.n_maps == 0, "memory: data");
+    CHECK(m && m->data == data + 100 && m->data[679] == 0 && !strcmp(mem.path, "from") && from.n_maps == 0,
+          "memory: data");
     gguf_close(&mem);
     gguf_put_tensor(&copy, (GgufStr){ "v", 1 }, GGUF_F32, 1, (uint64_t[]){ 3 });
-    CHECK(gguf_from_writer(&mem, &copy, at, &from) < 0 && err_ok(mem.err, "E_NAME_DUP", "'v'"), "a name twice: %s", mem.err);
+    CHECK(gguf_from_writer(&mem, &copy, at, &from) < 0 && err_ok(mem.err, "E_NAME_DUP", "'v'"), "a name twice: %s",
+          mem.err);
     gguf_writer_free(&copy);
     gguf_writer_free(&w);
     gguf_close(&g);
