@@ -361,8 +361,9 @@ static void md_key(Meta *md, const char *key, uint32_t type) {
     md->n++;
 }
 static void md_u32(Meta *md, const char *key, uint32_t v) { md_key(md, key, KV_U32); put_u32(&md->b, v); }
-static void md_f32(Meta *md, const char *key, double v) { float f = (float)v; md_key(md, key, KV_F32); put(&md->b, &f,
-        4); }
+static void md_f32(Meta *md, const char *key, double v) {
+    float f = (float)v; md_key(md, key, KV_F32); put(&md->b, &f, 4);
+}
 static void md_bool(Meta *md, const char *key, bool v) { uint8_t b = v; md_key(md, key, KV_BOOL); put(&md->b, &b, 1); }
 static void md_str(Meta *md, const char *key, const char *v) { md_key(md, key, KV_STR); put_str(&md->b, v); }
 static void md_array(Meta *md, const char *key, uint32_t type, int n) {         // the n elements follow

@@ -96,8 +96,9 @@ static inline bool pty_expect(Pty *p, const char *text) {
     }
 }
 
-static inline bool pty_send(Pty *p, const char *text) { return write(p->fd, text,
-                                                                     strlen(text)) == (ssize_t)strlen(text); }
+static inline bool pty_send(Pty *p, const char *text) {
+    return write(p->fd, text, strlen(text)) == (ssize_t)strlen(text);
+}
 
 // Types a text in two parts; the second after the program has read the first.
 static inline bool pty_send_cut(Pty *p, const char *text, size_t at) {

@@ -497,18 +497,18 @@ static void test_tools(void) {
         { NULL,
           "<|tool_call>call:get_weather{City:<|\"|>a \"quoted\" {city}\n<|\"|>,days:14,<|\"|>odd:key<|\"|>:[true,false],unit:<|\"|>celsius<|\"|>}<tool_call|>",
             2, false },
-        { NULL, "<|tool_call>call:get_weather{City:<|\"|>Paris<|\"|>,days:15", 0, false }, { NULL,
-          "<|tool_call>call:get_weather{}", 0, false },
-        { NULL, "<|tool_call>call:get_weather{City:\"Paris\"}", 0, false }, { NULL,
-          "<|tool_call>call:stop{}<tool_call|>", 2, false },
-        { NULL, "call:stop{}", 0, false }, { "stop", "<|tool_call>call:get", 0, false }, { "stop",
-          "<|tool_call>call:stop{}<tool_call|>", 2, false },
-        { NULL, "<|tool_call>call:stop{}<tool_call|><|tool_call>call:stop{}<tool_call|>", 2, true }, { NULL,
-          "<|tool_call>call:stop{}<tool_call|><|tool_call>", 0, false },
-        { NULL, "<|tool_call>call:any{note:{a:[1,<|\"|>x<|\"|>,{}],b-2:null},x:1.5}<tool_call|>", 2, false }, { NULL,
-          "<|tool_call>call:any{x:<|\"|>", 0, false },
-        { NULL, "<|tool_call>call:any{note:1,note:", 0, false }, { NULL, "<|tool_call>call:any{:", 0, false }, { NULL,
-          "", 1, false },
+        { NULL, "<|tool_call>call:get_weather{City:<|\"|>Paris<|\"|>,days:15", 0, false },
+        { NULL, "<|tool_call>call:get_weather{}", 0, false },
+        { NULL, "<|tool_call>call:get_weather{City:\"Paris\"}", 0, false },
+        { NULL, "<|tool_call>call:stop{}<tool_call|>", 2, false },
+        { NULL, "call:stop{}", 0, false }, { "stop", "<|tool_call>call:get", 0, false },
+        { "stop", "<|tool_call>call:stop{}<tool_call|>", 2, false },
+        { NULL, "<|tool_call>call:stop{}<tool_call|><|tool_call>call:stop{}<tool_call|>", 2, true },
+        { NULL, "<|tool_call>call:stop{}<tool_call|><|tool_call>", 0, false },
+        { NULL, "<|tool_call>call:any{note:{a:[1,<|\"|>x<|\"|>,{}],b-2:null},x:1.5}<tool_call|>", 2, false },
+        { NULL, "<|tool_call>call:any{x:<|\"|>", 0, false },
+        { NULL, "<|tool_call>call:any{note:1,note:", 0, false }, { NULL, "<|tool_call>call:any{:", 0, false },
+        { NULL, "", 1, false },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Grammar g;
@@ -775,8 +775,8 @@ static void test_thoughts(void) {
     static const struct { GrammarStart how; const char *text; int want; } cases[] = {
         { START_ANSWER, "true", 2 }, { START_ANSWER, "<|channel>", 0 }, { START_MAY_THINK, "true", 2 },
           { START_MAY_THINK, "<|channel>thought\nso {\"it\" is<channel|>true", 2 },
-        { START_MAY_THINK, "<|channel>thought\n<|channel>", 0 }, { START_MAY_THINK, "maybe", 0 }, { START_THINKING,
-          "so<channel|>false", 2 }, { START_THINKING, "true", 1 },
+        { START_MAY_THINK, "<|channel>thought\n<|channel>", 0 }, { START_MAY_THINK, "maybe", 0 },
+        { START_THINKING, "so<channel|>false", 2 }, { START_THINKING, "true", 1 },
         { START_THINKING, "so<turn|>", 0 }, { START_MAY_THINK, "<|channel>thought\n<channel|><|channel>", 0 },
     };
     Grammar g;

@@ -1,48 +1,47 @@
-/* test_ops.c - every operation of gemma4.h, of each backend, against its definition in parts/reference.h.
+/* test_ops.c - compares every operation of gemma4.h, in each backend, with its definition in parts/reference.h.
  *
- * run_all() takes a table of operations, so that each backend goes through the same cases: buffers are made with
- * op->reserve and filled and read with op->copy, weights are placed as the backend wants them. The reference takes the same
- * structs with pointers to host memory; what is computed here are the tolerances.
+ * run_all() takes a table of operations, so that all backends run the same cases: buffers come from op->reserve and are
+ * filled and read with op->copy; weights are uploaded if the backend has its own memory. The reference gets the same
+ * structs with pointers to host memory; only the tolerances are computed here.
  *
- *   matrix products   what an activation may add to the error is known; times the sizes of the weights it is the tolerance.
- *                     Where a norm precedes the product, the backend's y may differ from the reference in its last bits and a
- *                     rounding to int8 may go the other way: an element that lies that close to a tie widens the tolerance
- *                     by its own share, s * |w|, and no other element does
- *   rows              products, norms and experts run with 1 to 100 rows, attention with up to 200; a row alone
- *                     must give the bits it gives among 64 (contract 7)
- *   attention         slots that no row may see hold large values
- *   buffers           outputs start as NaN (all bits set) and have guards behind them; inputs must come back unchanged
+ *   matrix products   the error of an activation is known; multiplied with the magnitudes of the weights it is the
+ *                     tolerance. If a norm precedes the product, the backend's y may differ from the reference in its
+ *                     last bits, and a rounding to int8 may go the other way: only an element that is so close to a tie
+ *                     increases the tolerance, by s * |w|
+ *   rows              products, norms and experts run with 1 to 100 rows, attention with up to 200; a row alone must
+ *                     give the same bits as among 64 (rule 7 of gemma4.h)
+ *   attention         slots that no row may see have large values
+ *   buffers           outputs start as NaN (all bits set) and are followed by guard bytes; inputs must stay unchanged
  *
- * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA backend
- * only; -cuda -few: each fifth case, and not the 100 rows that cuBLAS multiplies. The CPU backend runs each second case,
- * LONG=1: all.
- * TEST_TIMES=1 prints seconds. */
+ * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA
+ * backend only; -cuda -few: every fifth case, without the 100 rows for cuBLAS. The CPU backend runs every second case,
+ * with LONG=1 all. TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
 #include "test.h"
 #include <sys/wait.h>
 
-// Bounds on |got - want|. Where nothing is listed the bits must be equal: copies, q and s of an Act, stored cache rows
-// against the checkpoint of the same row, choices.
+// Bounds on |got - want|. Everything else must be equal bit for bit: copies, q and s of an Act, stored cache rows
+// against the checkpoint of the same row, sampled tokens.
 #define TOL_PRODUCT 4e-6                // * sum |term|      products; both halves of a Q4_K term count
-#define TOL_FACTOR  5e-7                // * |value|         roundings after a product: scale of a matrix, weight of an expert
+#define TOL_FACTOR  5e-7    // * |value|  roundings after a product: scale of a matrix, weight of an expert
 #define TOL_NORM    2e-6                // * max |row|       norms, residual sums, rope, per-layer rows, router weights
 #define TOL_ACT     1e-6                // * |argument|      GELU, SiLU; * cap: the cap of logits
 #define TOL_EMBED   2.5e-7              // * |value|         two roundings
-#define TOL_TINY    1e-7                // +                 cache rows of 16 bits near 0; else half a unit in the last place
-#define TOL_ATTEND  2e-5                // * max |v| in sight, f32 caches; the CPU computes in f32 from every cache type
-#define TOL_ATTEND_16 4e-3              // * max |v| in sight, other backends on caches of 16 bits: q and p may be rounded
-#define TOL_PROMPT  0x1p-7              // * sum |term|      instead of TOL_PRODUCT: other backends, more than STEP_ROWS rows (bf16)
+#define TOL_TINY    1e-7    // +  cache rows of 16 bits near 0; else half a unit in the last place
+#define TOL_ATTEND  2e-5    // * max |v| of visible keys, f32 caches; the CPU computes in f32 from every cache type
+#define TOL_ATTEND_16 4e-3    // * max |v| of visible keys, other backends on 16-bit caches: q and p may be rounded
+#define TOL_PROMPT  0x1p-7    // * sum |term|  instead of TOL_PRODUCT: other backends, more than STEP_ROWS rows (bf16)
 #define TOL_LOGPROB 1e-6                // * max(1, |value|)   logprob, logsumexp
 
 static const Ops *op;
-static char now[240];                   // "backend operation: case", the head of every message
+static char now[240];                   // "backend operation: case", the beginning of every message
 
 #define CASE(name, ...) case_is(name, __VA_ARGS__)
-static int every = 1, n_cases;          // of an operation's cases only so many are run: the first, and each `every` further on
+static int every = 1, n_cases;          // runs the first and then every `every`-th case of an operation
 
-// Names the case that comes. -> whether it is run
+// Names the next case. True: it is run.
 __attribute__((format(printf, 2, 3))) static bool case_is(const char *name, const char *fmt, ...) {
     int n = snprintf(now, sizeof now, "%s %s: ", op->name, name);
     va_list ap;
@@ -54,21 +53,21 @@ __attribute__((format(printf, 2, 3))) static bool case_is(const char *name, cons
 
 static bool on_cpu(void) { return strcmp(op->name, "cpu") == 0; }
 
-// The CPU backend runs on one thread here, which is faster where other programs want the cores too, except for the 64 rows
-// that come first in most cases: so their bits are also those of another number of threads.
+// The CPU backend uses one thread here, which is faster if other programs use the cores too. The first 64 rows of most
+// cases use more threads, so the bits are compared between numbers of threads.
 static void set_threads(int n_rows) {
     start_threads(3);
     use_threads(n_rows == 64 ? 3 : 1);
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
-// Everything lives until sweep(), which ends a case: it looks at guards and inputs, then frees all.
+// Everything is valid until sweep(), which ends a case: it checks guards and inputs, then frees all.
 
 enum { GUARD = 64, MAX_BUFFERS = 20000 };
 
 typedef struct {
     char  *dev;
-    void  *src;                         // inputs: what was put there, and must still be there; else NULL
+    void  *src;                         // inputs: their contents, which must not change; else NULL
     size_t bytes;
     const char *name;
 } Buffer;
@@ -128,7 +127,8 @@ static void sweep(void) {
         op->copy(&(Copy){ image, b->dev, b->bytes + GUARD, COPY_OUT });
         op->wait();
         memset(guard, 0xff, GUARD);
-        bool whole = memcmp(image + b->bytes, guard, GUARD) == 0, same = !b->src || memcmp(image, b->src, b->bytes) == 0;
+        bool whole = memcmp(image + b->bytes, guard, GUARD) == 0, same = !b->src ||
+            memcmp(image, b->src, b->bytes) == 0;
         if (!whole || !same)
             CHECK(false, "%s: %s: got %s, want %s", now, b->name, whole ? "a changed input" : "a write behind its end",
                   whole ? "the bytes put there" : "none");
@@ -143,8 +143,9 @@ static void sweep(void) {
 
 // ---- comparison -----------------------------------------------------------------------------------------------------
 
-// got (rows, stride) against want and bound (rows, cols); one message for the worst element. NaN is never near.
-static void compare(const char *what, const float *got, size_t stride, const float *want, const float *bound, int rows, int cols) {
+// Compares got (rows, stride) with want within bound (rows, cols); one message for the worst element. NaN always fails.
+static void compare(const char *what, const float *got, size_t stride, const float *want, const float *bound, int rows,
+                    int cols) {
     int bad = 0, at_r = 0, at_i = 0;
     double worst = -1;
     for (int r = 0; r < rows; r++)
@@ -154,7 +155,11 @@ static void compare(const char *what, const float *got, size_t stride, const flo
             if (off <= (double)bound[j]) continue;
             bad++;
             const double ratio = isnan(off) ? INFINITY : off / ((double)bound[j] + 1e-300);
-            if (ratio > worst) worst = ratio, at_r = r, at_i = i;
+            if (ratio > worst) {
+                worst = ratio;
+                at_r = r;
+                at_i = i;
+            }
         }
     const size_t j = (size_t)at_r * (size_t)cols + (size_t)at_i;
     CHECK(!bad, "%s: %s (%d, %d): got %.9g, want %.9g, tolerance %.2g; %d of %d differ", now, what, at_r, at_i,
@@ -205,7 +210,7 @@ static float *floats(size_t n, double scale, double offset) {
     return v;
 }
 
-// (rows, cols) like activations are: groups of 32 of very different size, some of them zero or as good as that.
+// (rows, cols) values like activations: groups of 32 of very different magnitude, some of them zero or nearly zero.
 static float *activations(int rows, int cols) {
     float *v = floats((size_t)rows * (size_t)cols, 1, 0);
     for (int r = 0; r < rows; r++)
@@ -222,13 +227,14 @@ static float *activations(int rows, int cols) {
 typedef struct {
     Tensor   t;                         // in the backend
     Tensor   host;                      // as in a file, for the reference
-    Tensor   size;                      // (n, rows, cols) f32: what counts as |w|. Where a type has a minimum, the sizes of both
-                                        // parts are at most three times the largest value of the block
-    float   *factor;                    // (n) what t.scale holds, or NULL
+    // (n, rows, cols) f32: the magnitudes |w| for tolerances. For a type with a minimum: the sum of both parts' magnitudes,
+    // at most three times the largest value of the block
+    Tensor   size;
+    float   *factor;                    // (n) the values of t.scale, or NULL
 } Matrix;
 
-static const DType all_types[] = { T_F32, T_F16, T_BF16, T_Q8_0, T_Q4_0, T_Q5_0, T_Q4_K, T_Q6_K, T_Q4_1, T_Q5_1, T_Q2_K, T_Q3_K,
-                                   T_Q5_K, T_IQ4_NL, T_IQ4_XS, T_MXFP4, T_NVFP4 };
+static const DType all_types[] = { T_F32, T_F16, T_BF16, T_Q8_0, T_Q4_0, T_Q5_0, T_Q4_K, T_Q6_K, T_Q4_1, T_Q5_1, T_Q2_K,
+                                   T_Q3_K, T_Q5_K, T_IQ4_NL, T_IQ4_XS, T_MXFP4, T_NVFP4 };
 enum { N_TYPES = sizeof all_types / sizeof *all_types };
 
 static const char *type_name(DType t) { return gguf_type_name((int)t); }
@@ -255,14 +261,19 @@ static void random_block(DType t, uint8_t *b) {
     case T_NVFP4: for (int i = 0; i < 4; i++) b[i] = (uint8_t)rnd(48); return;
     case T_Q3_K: b[108] = (uint8_t)d; b[109] = (uint8_t)((d | 3 << 10) >> 8); return;
     case T_Q2_K:
-        b[80] = (uint8_t)d, b[81] = (uint8_t)((d | 5 << 10) >> 8 & 0x7f);
-        b[82] = (uint8_t)d_min, b[83] = (uint8_t)((d_min | 5 << 10) >> 8 & 0x7f);
+        b[80] = (uint8_t)d;
+        b[81] = (uint8_t)((d | 5 << 10) >> 8 & 0x7f);
+        b[82] = (uint8_t)d_min;
+        b[83] = (uint8_t)((d_min | 5 << 10) >> 8 & 0x7f);
         return;
     default:     b[208] = (uint8_t)d; b[209] = (uint8_t)((d | 1 << 10) >> 8); return;
     }
     b[0] = (uint8_t)d;
     b[1] = (uint8_t)(d >> 8);
-    if (t == T_Q4_K || t == T_Q5_K || t == T_Q4_1 || t == T_Q5_1) b[2] = (uint8_t)d_min, b[3] = (uint8_t)(d_min >> 8);
+    if (t == T_Q4_K || t == T_Q5_K || t == T_Q4_1 || t == T_Q5_1) {
+        b[2] = (uint8_t)d_min;
+        b[3] = (uint8_t)(d_min >> 8);
+    }
 }
 
 static Matrix random_matrix(DType type, int n, int rows, int cols) {
@@ -275,7 +286,7 @@ static Matrix random_matrix(DType type, int n, int rows, int cols) {
     return w;
 }
 
-// Takes the sizes of the values and hands the matrix to the backend.
+// Computes the magnitudes of the values and uploads the matrix to the backend.
 static void place(Matrix *w) {
     const DType t = w->host.type;
     const bool has_min = t == T_Q4_1 || t == T_Q5_1 || t == T_Q2_K || t == T_Q4_K || t == T_Q5_K;
@@ -284,7 +295,10 @@ static void place(Matrix *w) {
     gguf_dequantize((int)t, w->host.data, size, n);
     for (size_t b = 0; b < n; b += elems) {
         float top = 0;
-        for (size_t i = b; i < b + elems; i++) size[i] = fabsf(size[i]), top = fmaxf(top, size[i]);
+        for (size_t i = b; i < b + elems; i++) {
+            size[i] = fabsf(size[i]);
+            top = fmaxf(top, size[i]);
+        }
         for (size_t i = b; has_min && i < b + elems; i++) size[i] = 3 * top;
     }
     w->size = w->t = w->host;
@@ -323,7 +337,7 @@ enum { AS_F32, AS_INT8 };
 typedef struct {                        // (rows, cols) each
     In     in;                          // the input itself, in host memory
     int    cols;
-    float *t[2];                        // what an element of |w| adds to the tolerance, in matrices of floats and quantised ones
+    float *t[2];                        // factor of |w| in the tolerance, for matrices of floats and quantised ones
     float *y, *x;                       // y and x' of In
     float *y_bound, *x_bound;
 } Input;
@@ -334,7 +348,7 @@ static double largest(const float *v, int n) {
     return m;
 }
 
-// The tolerances of row y (cols), which is known to +-near.
+// The tolerances of row y (cols), which is exact within +-near.
 static void input_bounds(Input *in, size_t at, const float *y, double near) {
     for (int i = 0; i < in->cols; i++) in->t[AS_F32][at + (size_t)i] = (float)(TOL_PRODUCT * fabs((double)y[i]) + near);
     for (int g = 0; in->cols % 32 == 0 && g < in->cols; g += 32) {
@@ -350,7 +364,7 @@ static void input_bounds(Input *in, size_t at, const float *y, double near) {
     }
 }
 
-// What the reference makes of an In, and how far from it a backend may be.
+// The reference's result for an In, and the tolerances.
 static Input ref_in(const In *in, int rows, int cols) {
     const size_t n = (size_t)rows * (size_t)cols;
     Input out = { .in = *in, .cols = cols };
@@ -372,21 +386,26 @@ static Input ref_in(const In *in, int rows, int cols) {
     reference_ops()->close(&(Close){ .n_rows = rows, .cols = cols, .in = only_d, .out = d });
     const bool exact = !in->delta[0] && !in->delta[1] && in->scale == 1 && !in->w_pre;
     for (size_t at = 0; at < n; at += (size_t)cols) {
-        // the largest sum |term| of x': what cancels is not lost from the tolerance
+        // the largest sum |term| of x': the tolerance does not shrink by cancellation
         double terms = 0;
         for (size_t i = at; i < at + (size_t)cols; i++)
             terms = fmax(terms, fabs((double)in->scale) * (fabs(in->x ? (double)in->x[i] : 0) + fabs((double)d[i])));
         const double x_max = largest(out.x + at, cols), x_near = exact ? 0 : TOL_NORM * terms;
         const double near = exact || x_max == 0 ? 0 : TOL_NORM * largest(out.y + at, cols) * (terms / x_max);
-        for (size_t i = at; i < at + (size_t)cols; i++) out.y_bound[i] = (float)near, out.x_bound[i] = (float)x_near;
+        for (size_t i = at; i < at + (size_t)cols; i++) {
+            out.y_bound[i] = (float)near;
+            out.x_bound[i] = (float)x_near;
+        }
         input_bounds(&out, at, out.y + at, near);
     }
     return out;
 }
 
-static float *at_row(const float *p, int r, int cols) { return p ? (float *)(uintptr_t)p + (size_t)r * (size_t)cols : NULL; }
+static float *at_row(const float *p, int r, int cols) {
+    return p ? (float *)(uintptr_t)p + (size_t)r * (size_t)cols : NULL;
+}
 
-// The same input from row `first` on.
+// The same input, starting at row `first`.
 static In in_from(In in, int first, int cols) {
     in.x = at_row(in.x, first, cols);
     for (int k = 0; k < 2; k++) in.delta[k] = at_row(in.delta[k], first, cols);
@@ -414,9 +433,9 @@ static In put_in(const In *in, int rows, int cols) {
     return d;
 }
 
-// Bits of a combination of what an In may hold.
-enum { IN_X = 1, IN_DELTA = 2, IN_DELTA_2 = 4, IN_W_DELTA = 8, IN_W_DELTA_2 = 16, IN_W_POST = 32, IN_SCALE = 64, IN_W_PRE = 128,
-       IN_X_OUT = 256, IN_ALL = 512 };
+// Bits that select the fields of an In.
+enum { IN_X = 1, IN_DELTA = 2, IN_DELTA_2 = 4, IN_W_DELTA = 8, IN_W_DELTA_2 = 16, IN_W_POST = 32, IN_SCALE = 64,
+       IN_W_PRE = 128, IN_X_OUT = 256, IN_ALL = 512 };
 
 static In random_in(int rows, int cols, int bits) {
     In in = { .scale = bits & IN_SCALE ? 0.3f : 1, .eps = 1e-6f };
@@ -427,11 +446,11 @@ static In random_in(int rows, int cols, int bits) {
     }
     if (bits & IN_W_POST) in.w_post = floats(cols, 0.5, 1);
     if (bits & IN_W_PRE) in.w_pre = floats(cols, 0.5, 1);
-    if (bits & IN_X_OUT) in.x_out = keep(1, sizeof(float));        // put_in makes the real one; the reference gets none
+    if (bits & IN_X_OUT) in.x_out = keep(1, sizeof(float));    // put_in makes the backend's; the reference gets none
     return in;
 }
 
-// An Act as a producer leaves it: f, int8, or both.
+// An Act as a producer writes it: f, int8, or both.
 static Act random_act(int rows, int cols, bool f, bool q) {
     const size_t n = (size_t)rows * (size_t)cols;
     Act a = { .f = activations(rows, cols) };
@@ -448,17 +467,18 @@ static Act random_act(int rows, int cols, bool f, bool q) {
 
 typedef struct { int first, n; } Run;
 static const Run runs_100[] = { { 0, 64 }, { 0, 1 }, { 0, 2 }, { 20, 9 }, { 63, 1 },       // -few: these
-                                { 0, 7 }, { 31, 33 }, { 5, 1 }, { 33, 7 }, { 40, 3 }, { 60, 4 }, { 0, 17 }, { 0, 100 } };
+                                { 0, 7 }, { 31, 33 }, { 5, 1 }, { 33, 7 }, { 40, 3 }, { 60, 4 }, { 0, 17 },
+                                { 0, 100 } };
 static const Run runs_7[] = { { 0, 7 }, { 0, 1 }, { 0, 2 }, { 3, 3 }, { 6, 1 } };
 enum { N_RUNS_7 = 5 };
 static int n_runs_100 = sizeof runs_100 / sizeof *runs_100;
 
-typedef struct {                        // what all rows should be; the first run's result is what later ones must repeat
+typedef struct {                        // the expected rows; later runs must repeat the bits of the first run
     int    cols;
     float *want, *bound;                // (rows, cols)
     float *base;
     int    base_n;
-    bool   any_rows;                    // the bounds hold for prompts too: they are not those of a product
+    bool   any_rows;                    // the bounds are valid for prompts too, because there is no product
 } Expect;
 
 static Expect expect(int rows, int cols) {
@@ -466,7 +486,7 @@ static Expect expect(int rows, int cols) {
     return (Expect){ .cols = cols, .want = keep(n, sizeof(float)), .bound = keep(n, sizeof(float)) };
 }
 
-// The tolerance of norms, of every n of the n_all values.
+// The tolerance of norms, for each group of n of the n_all values.
 static void set_norm_bounds(Expect *e, size_t n_all, int n) {
     for (size_t at = 0; at < n_all; at += (size_t)n) {
         const float bound = (float)(TOL_NORM * largest(e->want + at, n));
@@ -474,8 +494,8 @@ static void set_norm_bounds(Expect *e, size_t n_all, int n) {
     }
 }
 
-// Matrix e times rows `first` on of an input. The bound is a product too: of the sizes of the weights and what an
-// activation adds to the tolerance.
+// Matrix e times the rows of an input from `first` on. The bound is a product too: of the magnitudes of the weights and
+// the tolerances of the activations.
 static Expect product(const Matrix *w, int e, const Input *in, int first, int rows) {
     const int out = w->host.rows, cols = w->host.cols;
     const size_t at = (size_t)e * (size_t)out;
@@ -485,13 +505,16 @@ static Expect product(const Matrix *w, int e, const Input *in, int first, int ro
     size.data = (const float *)size.data + at * (size_t)cols;
     if (v.scale) v.scale += e;
     const In bounds = { .act.f = in->t[takes_int8(v.type) ? AS_INT8 : AS_F32], .scale = 1 };
-    reference_ops()->matmul(&(Matmul){ .n_rows = rows, .n = 1, .in = in_from(in->in, first, cols), .w = { &v }, .out = { p.want } });
-    reference_ops()->matmul(&(Matmul){ .n_rows = rows, .n = 1, .in = in_from(bounds, first, cols), .w = { &size }, .out = { p.bound } });
-    // Contract 6: other backends round activations to the precision of a matrix of floats.
+    reference_ops()->matmul(&(Matmul){ .n_rows = rows, .n = 1, .in = in_from(in->in, first, cols), .w = { &v },
+                                       .out = { p.want } });
+    reference_ops()->matmul(&(Matmul){ .n_rows = rows, .n = 1, .in = in_from(bounds, first, cols), .w = { &size },
+                                       .out = { p.bound } });
+    // Rule 6: other backends round activations to the precision of a matrix of floats.
     const bool rounded = !on_cpu() && (v.type == T_F16 || v.type == T_BF16);
     for (size_t i = 0; i < (size_t)rows * (size_t)out; i++) {
         if (rounded) p.bound[i] *= (float)(1 + ldexp(1, v.type == T_F16 ? -11 : -8) / TOL_PRODUCT);
-        if (v.scale) p.bound[i] = (float)(fabs((double)*v.scale) * (double)p.bound[i] + TOL_FACTOR * fabs((double)p.want[i]));
+        if (v.scale)
+            p.bound[i] = (float)(fabs((double)*v.scale) * (double)p.bound[i] + TOL_FACTOR * fabs((double)p.want[i]));
     }
     return p;
 }
@@ -503,7 +526,7 @@ static float gated_bound(ActFn fn, float g, float g_bound, float u, float u_boun
     return (float)(of_act * (fabs((double)u) + (double)u_bound) + fabs(act) * (double)u_bound);
 }
 
-// Contract 6: such a step may take both factors of a product as bf16.
+// Rule 6: such a step may round both factors of a product to bf16.
 static bool prompt_rounding(int n_rows) { return !on_cpu() && n_rows > STEP_ROWS; }
 
 static void check_rows(const char *what, Expect *e, float *got, Run run) {
@@ -536,12 +559,15 @@ static void check_quantised(const char *what, const int8_t *q, const float *s, c
     same_bits(text, q, want_q, n, 1);
 }
 
-// Room for an Act; the forms alternate with the number of the run: both, f, int8, both ..
+// Buffers for an Act; the formats depend on the number of the run: both, f, int8, both ..
 static Act act_room(int rows, int cols, int run) {
     const size_t n = (size_t)rows * (size_t)cols;
     Act a = { 0 };
     if (run % 3 != 2 || cols % 32) a.f = room_f("out.f", n);
-    if (run % 3 != 1 && cols % 32 == 0) a.q = room("out.q", n, 1), a.s = room_f("out.s", n / 32);
+    if (run % 3 != 1 && cols % 32 == 0) {
+        a.q = room("out.q", n, 1);
+        a.s = room_f("out.s", n / 32);
+    }
     return a;
 }
 
@@ -550,7 +576,8 @@ static void check_act(Expect *e, Act out, Run run) {
     float *f = out.f ? fetch_f(out.f, n) : NULL;
     if (f) check_rows("out.f", e, f, run);
     else if (run.first + run.n <= e->base_n) f = e->base + (size_t)run.first * (size_t)e->cols;
-    if (out.q && f && (out.f || !prompt_rounding(run.n))) check_quantised("out", fetch(out.q, n, 1), fetch_f(out.s, n / 32), f, n);
+    if (out.q && f && (out.f || !prompt_rounding(run.n)))
+        check_quantised("out", fetch(out.q, n, 1), fetch_f(out.s, n / 32), f, n);
 }
 
 // ---- the batch ------------------------------------------------------------------------------------------------------
@@ -572,7 +599,7 @@ static void add_chain(TestStep *s, int seq, int len, int n) {
     s->n_segs++;
 }
 
-// Row i hangs on a random row before it, `wide` rows back at most; wide 0: on row (i - 1) / 2.
+// The parent of row i is a random row before it, at most `wide` rows back; wide 0: row (i - 1) / 2.
 static void add_tree(TestStep *s, int seq, int len, int n, int wide) {
     const int first = s->n_rows;
     add_chain(s, seq, len, n);
@@ -586,7 +613,8 @@ static void add_tree(TestStep *s, int seq, int len, int n, int wide) {
 }
 
 static void random_tokens(TestStep *s, int vocab) {
-    for (int r = 0; r < s->n_rows; r++) s->rows[r].token = r == 0 ? vocab - 1 : r == 1 ? 0 : (int32_t)rnd((uint32_t)vocab);
+    for (int r = 0; r < s->n_rows; r++)
+        s->rows[r].token = r == 0 ? vocab - 1 : r == 1 ? 0 : (int32_t)rnd((uint32_t)vocab);
 }
 
 static Batch put_batch(const TestStep *s) {
@@ -600,7 +628,7 @@ static Batch host_batch(TestStep *s) {
     return (Batch){ .rows = s->rows, .segs = s->segs, .len = s->len, .n_rows = s->n_rows, .n_segs = s->n_segs };
 }
 
-static Batch batch_from(Batch b, Run run) {            // the view that forward() goes on with when rows are dropped
+static Batch batch_from(Batch b, Run run) {    // the view with which forward() continues after it has dropped rows
     b.rows += run.first;
     b.n_rows = run.n;
     return b;
@@ -637,7 +665,8 @@ static void test_embed(void) {
         }
 }
 
-// As a chain begins, from tokens and rows that a walk has found, some of them outside the vocabulary; and as it goes on.
+// The first step of a chain, from tokens and rows of verification, some of them outside the vocabulary; and the next
+// steps.
 static void test_pair(void) {
     static const int widths[] = { 2048, 1376, 256, 32 };
     enum { ROWS = 64, FOUND = 80, VOCAB = 50, HIDDEN = 9 };
@@ -647,22 +676,27 @@ static void test_pair(void) {
             if (cols % block_elems(all_types[t])) continue;
             if (!CASE("pair", "%s, cols %d, stride %d", type_name(all_types[t]), cols, stride)) continue;
             Matrix w = table(all_types[t], VOCAB, cols, k % 3 == 1);
-            int32_t *of = keep(ROWS, sizeof *of), *row = keep(FOUND, sizeof *row), *tokens = keep((size_t)(FOUND * stride), sizeof *tokens);
+            int32_t *of = keep(ROWS, sizeof *of), *row = keep(FOUND, sizeof *row),
+                *tokens = keep((size_t)(FOUND * stride), sizeof *tokens);
             for (int r = 0; r < ROWS; r++) of[r] = (int32_t)rnd(FOUND);
             for (int i = 0; i < FOUND; i++) row[i] = (int32_t)rnd(HIDDEN);
             for (int i = 0; i < FOUND * stride; i++) tokens[i] = (int32_t)rnd(VOCAB + 2) - 1;
             const bool chosen = k % 2 == 0;
             const float *hidden = activations(chosen ? HIDDEN : ROWS, cols);
-            Pair o = { .n_rows = ROWS, .table = &w.host, .scale = sqrtf((float)cols), .of = chosen ? of : NULL, .tokens = tokens,
-                       .token_stride = stride, .hidden = hidden, .row = chosen ? row : NULL };
+            Pair o = { .n_rows = ROWS, .table = &w.host, .scale = sqrtf((float)cols), .of = chosen ? of : NULL,
+                       .tokens = tokens, .token_stride = stride, .hidden = hidden, .row = chosen ? row : NULL };
             Expect e = expect(ROWS, 2 * cols);
             o.out.f = e.want;
             reference_ops()->pair(&o);
-            for (int i = 0; i < ROWS * 2 * cols; i++) e.bound[i] = i % (2 * cols) < cols ? (float)TOL_EMBED * fabsf(e.want[i]) : 0;
+            for (int i = 0; i < ROWS * 2 * cols; i++)
+                e.bound[i] = i % (2 * cols) < cols ? (float)TOL_EMBED * fabsf(e.want[i]) : 0;
             o.table = &w.t;
             o.tokens = put("tokens", tokens, (size_t)(FOUND * stride), sizeof *tokens);
             o.hidden = put_f("hidden", hidden, (size_t)(chosen ? HIDDEN : ROWS) * (size_t)cols);
-            if (chosen) o.of = put("of", of, ROWS, sizeof *of), o.row = put("row", row, FOUND, sizeof *row);
+            if (chosen) {
+                o.of = put("of", of, ROWS, sizeof *of);
+                o.row = put("row", row, FOUND, sizeof *row);
+            }
             for (int run = 0; run < 3; run++) {
                 o.n_rows = run ? run : ROWS;
                 o.out = act_room(o.n_rows, 2 * cols, run);
@@ -686,7 +720,8 @@ static void test_ple_rows(void) {
         const float *w_norm = floats(ple_dim, 0.5, 1), *proj = floats(100 * (size_t)cols, 30, 0);
         Expect e = expect(100, cols);
         memcpy(e.want, proj, 100 * (size_t)cols * sizeof *proj);
-        PleRows o = { .batch = &host, .table = &w.host, .w_norm = w_norm, .u = e.want, .n_layers = n_layers, .ple_dim = ple_dim,
+        PleRows o = { .batch = &host, .table = &w.host, .w_norm = w_norm, .u = e.want, .n_layers = n_layers,
+                      .ple_dim = ple_dim,
                       .proj_scale = 0.0255f, .table_scale = 16, .out_scale = 0.70710678f, .eps = 1e-6f };
         reference_ops()->ple_rows(&o);
         set_norm_bounds(&e, 100 * (size_t)cols, ple_dim);
@@ -708,8 +743,8 @@ static void test_ple_rows(void) {
 static void check_x_out(const Input *ref, const float *dev, int first, int rows) {
     const size_t at = (size_t)first * (size_t)ref->cols;
     if (dev)
-        compare("in.x_out", fetch_f(dev + at, (size_t)rows * (size_t)ref->cols), ref->cols, ref->x + at, ref->x_bound + at,
-                rows, ref->cols);
+        compare("in.x_out", fetch_f(dev + at, (size_t)rows * (size_t)ref->cols), ref->cols, ref->x + at,
+                ref->x_bound + at, rows, ref->cols);
 }
 
 // One input, n matrices, every run; host In.
@@ -739,9 +774,11 @@ static void matmul_case(int n, Matrix *w, const In *in, int rows, const Run *run
 
 static void test_matmul(void) {
     // Real widths, one matrix; odd ones for floats.
-    static const struct { int rows, cols; } shapes[] = { { 64, 2816 }, { 33, 1536 }, { 200, 704 }, { 7, 2112 }, { 1, 256 },
+    static const struct { int rows, cols; } shapes[] = { { 64, 2816 }, { 33, 1536 }, { 200, 704 }, { 7, 2112 },
+                                                         { 1, 256 },
                                                          { 300, 512 }, { 40, 4352 }, { 5, 4128 },
-                                                         { 33, 77 }, { 7, 1000 }, { 64, 1 }, { 1, 2817 }, { 9, 10752 } };
+                                                         { 33, 77 }, { 7, 1000 }, { 64, 1 }, { 1, 2817 },
+                                                         { 9, 10752 } };
     for (int t = 0; t < N_TYPES; t++)
         for (int k = 0; k < (int)(sizeof shapes / sizeof *shapes); k++) {
             static const int ins[] = { IN_X, IN_X | IN_W_PRE, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT };
@@ -763,17 +800,18 @@ static void test_matmul(void) {
         matmul_case(n, w, &in, 7, runs_7, N_RUNS_7);
     }
 
-    // What a producer left.
+    // An Act from a producer.
     for (int t = 0; t < N_TYPES; t++)
         for (int form = 0; form < 2; form++) {
             const bool q = takes_int8(all_types[t]), both = form == 1;
             const int cols = t % 2 || block_elems(all_types[t]) == 256 ? 1536 : 2112;
-            if (!CASE("matmul", "%s (40, %d), Act in %s", type_name(all_types[t]), cols, both ? "both forms" : q ? "int8" : "f32")) continue;
+            if (!CASE("matmul", "%s (40, %d), Act in %s", type_name(all_types[t]), cols,
+                      both ? "both forms" : q ? "int8" : "f32")) continue;
             Matrix w = matrix(all_types[t], 1, 40, cols);
             const In in = { .act = random_act(100, cols, !q || both, q || both), .scale = 1 };
             matmul_case(1, &w, &in, 100, runs_100, n_runs_100);
         }
-    for (int t = 0; t < N_TYPES; t++) {                // a NaN or an infinity shows, in its row only
+    for (int t = 0; t < N_TYPES; t++) {                // a NaN or an infinity affects its row, and no other
         const int cols = 512, rows = 5;
         if (!CASE("matmul", "%s, NaN and Inf in rows 1 and 3", type_name(all_types[t]))) continue;
         Matrix w = matrix(all_types[t], 1, 9, cols);
@@ -785,7 +823,8 @@ static void test_matmul(void) {
         const float *got = fetch_f(out, 9 * 5);
         int wrong = 0;
         for (int i = 0; i < rows * 9; i++) wrong += isfinite(got[i]) != (i / 9 % 2 == 0);
-        CHECK(!wrong, "%s: out: got %d values that are finite where they should not be, or the reverse, want 0", now, wrong);
+        CHECK(!wrong, "%s: out: got %d values that are finite where they should not be, or the reverse, want 0", now,
+              wrong);
         sweep();
     }
 
@@ -806,20 +845,21 @@ static void test_matmul(void) {
     matmul_case(4, w, &in, 7, runs_7, N_RUNS_7);
 }
 
-typedef struct {                        // a router beside other work
-    Route  o;                           // its outputs have room for `rows`
+typedef struct {                        // a router together with other work
+    Route  o;                           // its outputs have `rows` rows
     Matrix w;
     Input  ref;
     float *expert_scale;
 } Router;
 
 // Two equal rows in the matrix make ties; row 3 of x is zero.
-static Router router(DType type, int n_experts, int cols, int n_used, bool scale, const In *in, const float *w_pre, In dev,
-                     int rows) {
+static Router router(DType type, int n_experts, int cols, int n_used, bool scale, const In *in, const float *w_pre,
+                     In dev, int rows) {
     Router t = { .w = random_matrix(type, 1, n_experts, cols) };
     const size_t row_bytes = (size_t)cols / (size_t)block_elems(type) * (size_t)block_bytes(type);
     for (int i = 3; i + 2 < n_experts; i += 5)
-        memcpy((char *)(uintptr_t)t.w.host.data + (size_t)(i + 2) * row_bytes, (const char *)t.w.host.data + (size_t)i * row_bytes, row_bytes);
+        memcpy((char *)(uintptr_t)t.w.host.data + (size_t)(i + 2) * row_bytes,
+               (const char *)t.w.host.data + (size_t)i * row_bytes, row_bytes);
     place(&t.w);
     In own = *in;
     own.w_pre = w_pre;
@@ -840,7 +880,7 @@ static void route_room(Router *t, Run run) {
     t->o.weights = room_f("weights", (size_t)run.n * (size_t)t->o.n_used);
 }
 
-// Logits against the reference; the choice against the operation's own logits.
+// Compares logits with the reference, and the chosen experts with the operation's own logits.
 static void check_route(Router *t, Run run) {
     const int n = t->w.t.rows, used = t->o.n_used;
     const float *logits = fetch_f(t->o.logits, (size_t)run.n * (size_t)n);
@@ -848,8 +888,8 @@ static void check_route(Router *t, Run run) {
     const float *weights = fetch_f(t->o.weights, (size_t)run.n * (size_t)used);
     const Expect e = product(&t->w, 0, &t->ref, run.first, run.n), ew = expect(run.n, used);
     int32_t *want = keep((size_t)run.n * (size_t)used, sizeof *want);
-    const Route choice = { .n_used = used, .w = &t->w.host, .expert_scale = t->expert_scale, .logits = (float *)(uintptr_t)logits,
-                           .ids = want, .weights = ew.want };
+    const Route choice = { .n_used = used, .w = &t->w.host, .expert_scale = t->expert_scale,
+                           .logits = (float *)(uintptr_t)logits, .ids = want, .weights = ew.want };
     for (int r = 0; r < run.n; r++) ref_choose_experts(&choice, r);
     for (int i = 0; i < run.n * used; i++)
         ew.bound[i] = (float)TOL_NORM * (t->expert_scale ? fabsf(t->expert_scale[want[i]]) : 1);
@@ -866,12 +906,13 @@ static void test_route(void) {
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, rows = 100;
-        if (!CASE("route", "%s, %d of %d experts, cols %d, expert_scale %d", type_name(cases[k].type), cases[k].used, cases[k].n,
-             cols, cases[k].scale)) continue;
+        if (!CASE("route", "%s, %d of %d experts, cols %d, expert_scale %d", type_name(cases[k].type), cases[k].used,
+                  cases[k].n, cols, cases[k].scale)) continue;
         In in = random_in(rows, cols, IN_X);
         memset(at_row(in.x, 3, cols), 0, (size_t)cols * sizeof(float));
         const In dev = put_in(&in, rows, cols);
-        Router t = router(cases[k].type, cases[k].n, cols, cases[k].used, cases[k].scale, &in, floats(cols, 0.5, 1), dev, rows);
+        Router t = router(cases[k].type, cases[k].n, cols, cases[k].used, cases[k].scale, &in, floats(cols, 0.5, 1),
+                          dev, rows);
         for (int run = 0; run < n_runs_100; run++) {
             Router part = t;
             part.o.in = in_from(t.o.in, runs_100[run].first, cols);
@@ -899,12 +940,14 @@ static int32_t *random_ids(int rows, int used, int n) {
     return ids;
 }
 
-// What expert_gate_up should be for n rows; up NULL: fused.
-static Expect expect_gate_up(const Matrix *gate, const Matrix *up, ActFn fn, const int32_t *ids, const Input *ref, int n, int used) {
+// The expected result of expert_gate_up for n rows; up NULL: fused.
+static Expect expect_gate_up(const Matrix *gate, const Matrix *up, ActFn fn, const int32_t *ids, const Input *ref,
+                             int n, int used) {
     const int dim = up ? gate->host.rows : gate->host.rows / 2;
     Expect e = expect(n, used * dim);
     reference_ops()->expert_gate_up(&(ExpertGateUp){ .n_rows = n, .n_used = used, .in = ref->in, .gate = &gate->host,
-                                                     .up = up ? &up->host : NULL, .fn = fn, .ids = ids, .out.f = e.want });
+                                                     .up = up ? &up->host
+                                                         : NULL, .fn = fn, .ids = ids, .out.f = e.want });
     for (int j = 0; j < n * used; j++) {
         const Expect g = product(gate, ids[j], ref, j / used, 1);
         const Expect u = up ? product(up, ids[j], ref, j / used, 1) : g;
@@ -915,7 +958,7 @@ static Expect expect_gate_up(const Matrix *gate, const Matrix *up, ActFn fn, con
     return e;
 }
 
-// With a router, experts are behind it: of the type of gate, each row's two of four.
+// With a router there are experts too: of the type of gate, two of four for each row.
 static void test_gate_up(void) {
     static const struct { DType gate, up; int rows, cols; ActFn fn; bool route; } cases[] = {
         { T_Q8_0, T_Q8_0, 64, 2816, ACT_GELU, true }, { T_Q4_0, T_Q4_0, 64, 1536, ACT_GELU, false },
@@ -924,7 +967,8 @@ static void test_gate_up(void) {
         { T_Q6_K, T_Q6_K, 2112, 256, ACT_GELU, false },
         { T_F16, T_F16, 32, 2816, ACT_GELU, true }, { T_BF16, T_BF16, 33, 1000, ACT_SILU, false },
         { T_F32, T_F32, 7, 77, ACT_GELU, true },
-        { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_Q4_0, 8480, 32, ACT_GELU, true }, { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
+        { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_Q4_0, 8480, 32, ACT_GELU, true },
+        { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, n = cases[k].rows, rows = 100;
@@ -936,20 +980,23 @@ static void test_gate_up(void) {
         const In dev = put_in(&in, rows, cols);
         Expect e = expect(rows, n);
         const Expect g = product(&gate, 0, &ref, 0, rows), u = product(&up, 0, &ref, 0, rows);
-        reference_ops()->gate_up(&(GateUp){ .n_rows = rows, .in = ref.in, .gate = &gate.host, .up = &up.host, .fn = cases[k].fn,
-                                            .out.f = e.want });
-        for (int i = 0; i < rows * n; i++) e.bound[i] = gated_bound(cases[k].fn, g.want[i], g.bound[i], u.want[i], u.bound[i]);
+        reference_ops()->gate_up(&(GateUp){ .n_rows = rows, .in = ref.in, .gate = &gate.host, .up = &up.host,
+                                            .fn = cases[k].fn, .out.f = e.want });
+        for (int i = 0; i < rows * n; i++)
+            e.bound[i] = gated_bound(cases[k].fn, g.want[i], g.bound[i], u.want[i], u.bound[i]);
         Router t = { 0 };
         if (cases[k].route) t = router(T_F32, 16, cols, 4, true, &in, floats(cols, 0.5, 1), dev, rows);
         const int used = 2, dim = 32;
-        const int32_t *ids = random_ids(rows, used, 4), *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
+        const int32_t *ids = random_ids(rows, used, 4),
+            *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
         Matrix expert = matrix(cases[k].gate, 4, 2 * dim, cols);
         In expert_in = in;
         expert_in.w_pre = floats(cols, 0.5, 1);
         expert_in.x_out = NULL;
         const Input expert_ref = ref_in(&expert_in, rows, cols);
         Expect e_experts = expect_gate_up(&expert, NULL, cases[k].fn, ids, &expert_ref, rows, used);
-        const In expert_dev = { .x = dev.x_out, .scale = 1, .w_pre = put_f("experts w_pre", expert_in.w_pre, cols), .eps = in.eps };
+        const In expert_dev = { .x = dev.x_out, .scale = 1, .w_pre = put_f("experts w_pre", expert_in.w_pre,
+                                                                           cols), .eps = in.eps };
         for (int run = 0; run < n_runs_100; run++) {
             Router part = t;
             part.o.in = in_from(t.o.in, runs_100[run].first, cols);
@@ -957,7 +1004,8 @@ static void test_gate_up(void) {
             const Act out = act_room(runs_100[run].n, n, run), experts_out = act_room(runs_100[run].n, used * dim, run);
             const ExpertGateUp experts = { .n_rows = runs_100[run].n, .n_used = used,
                                            .in = in_from(expert_dev, runs_100[run].first, cols), .gate = &expert.t,
-                                           .fn = cases[k].fn, .ids = dev_ids + runs_100[run].first * used, .out = experts_out };
+                                           .fn = cases[k].fn, .ids = dev_ids +
+                                               runs_100[run].first * used, .out = experts_out };
             set_threads(runs_100[run].n);
             op->gate_up(&(GateUp){ .n_rows = runs_100[run].n, .in = in_from(dev, runs_100[run].first, cols),
                                    .gate = &gate.t, .up = &up.t,
@@ -972,7 +1020,8 @@ static void test_gate_up(void) {
     }
 }
 
-static Expect expect_down(const Matrix *down, const int32_t *ids, const float *weights, Act in, const Input *ref, int n, int used) {
+static Expect expect_down(const Matrix *down, const int32_t *ids, const float *weights, Act in, const Input *ref, int n,
+                          int used) {
     const int out = down->host.rows;
     Expect e = expect(n, out);
     reference_ops()->expert_down(&(ExpertDown){ .n_rows = n, .n_used = used, .in = in, .down = &down->host, .ids = ids,
@@ -986,8 +1035,8 @@ static Expect expect_down(const Matrix *down, const int32_t *ids, const float *w
     return e;
 }
 
-// A prompt as experts see it: every row chose number 0 and nobody number 1. Each type, one to eight choices, rows and features
-// that fill no tile.
+// A prompt where every row chose expert 0 and no row expert 1. All types, one to eight experts per row, numbers of rows
+// and features that do not fill tiles.
 typedef struct { int rows, n, used, cols, out; const int32_t *ids, *dev_ids; } ExpertPrompt;
 
 static ExpertPrompt expert_prompt(int k, DType type) {
@@ -1005,8 +1054,8 @@ static ExpertPrompt expert_prompt(int k, DType type) {
 static void expert_gate_up_prompt(int k, DType type) {
     const ExpertPrompt p = expert_prompt(k, type);
     const bool fused = k % 4 != 3;
-    if (!CASE("expert_gate_up", "%s %s, %d rows, %d of %d experts, (%d, %d)", fused ? "fused" : "split", type_name(type), p.rows,
-         p.used, p.n, p.out, p.cols)) return;
+    if (!CASE("expert_gate_up", "%s %s, %d rows, %d of %d experts, (%d, %d)", fused ? "fused" : "split",
+              type_name(type), p.rows, p.used, p.n, p.out, p.cols)) return;
     Matrix gate = (k % 3 ? matrix : scaled_matrix)(type, p.n, fused ? 2 * p.out : p.out, p.cols), up = { 0 };
     if (!fused) up = scaled_matrix(type, p.n, p.out, p.cols);
     const In in = k % 5 ? random_in(p.rows, p.cols, IN_X | IN_W_PRE) :
@@ -1018,8 +1067,8 @@ static void expert_gate_up_prompt(int k, DType type) {
     const Run runs[] = { { 0, p.rows }, { p.rows - 65, 65 } };
     for (int run = 0; run < 2; run++) {
         const Act out = act_room(runs[run].n, p.used * p.out, run);
-        op->expert_gate_up(&(ExpertGateUp){ .n_rows = runs[run].n, .n_used = p.used, .in = in_from(dev, runs[run].first, p.cols),
-                                            .gate = &gate.t, .up = fused ? NULL : &up.t, .fn = fn,
+        op->expert_gate_up(&(ExpertGateUp){ .n_rows = runs[run].n, .n_used = p.used, .in = in_from(dev, runs[run].first,
+                p.cols), .gate = &gate.t, .up = fused ? NULL : &up.t, .fn = fn,
                                             .ids = p.dev_ids + runs[run].first * p.used, .out = out });
         check_act(&e, out, runs[run]);
     }
@@ -1028,7 +1077,8 @@ static void expert_gate_up_prompt(int k, DType type) {
 
 static void expert_down_prompt(int k, DType type) {
     const ExpertPrompt p = expert_prompt(k, type);
-    if (!CASE("expert_down", "%s, %d rows, %d of %d experts, (%d, %d)", type_name(type), p.rows, p.used, p.n, p.out, p.cols)) return;
+    if (!CASE("expert_down", "%s, %d rows, %d of %d experts, (%d, %d)", type_name(type), p.rows, p.used, p.n, p.out,
+              p.cols)) return;
     Matrix down = (k % 3 ? matrix : scaled_matrix)(type, p.n, p.out, p.cols);
     const In in = { .act = random_act(p.rows * p.used, p.cols, !takes_int8(type), takes_int8(type)), .scale = 1 };
     const Input ref = ref_in(&in, p.rows * p.used, p.cols);
@@ -1061,26 +1111,28 @@ static void test_expert_gate_up(void) {
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, dim = cases[k].dim, used = cases[k].used, n = cases[k].n, rows = 100;
-        if (!CASE("expert_gate_up", "%s %s, %d of %d experts, (%d, %d), beside %d, scale %d", cases[k].fused ? "fused" : "split",
-             type_name(cases[k].gate),
+        if (!CASE("expert_gate_up", "%s %s, %d of %d experts, (%d, %d), beside %d, scale %d",
+                  cases[k].fused ? "fused" : "split", type_name(cases[k].gate),
              used, n, dim, cols, cases[k].beside, cases[k].scaled)) continue;
         Matrix gate = random_matrix(cases[k].gate, n, cases[k].fused ? 2 * dim : dim, cols), up = { 0 },
                dense = matrix(T_Q8_0, 1, 20, 96);
         if (cases[k].scaled) gate.factor = floats(n, 0.5, 1);
         place(&gate);
         if (!cases[k].fused) up = (cases[k].scaled ? scaled_matrix : matrix)(cases[k].up, n, dim, cols);
-        const int32_t *ids = random_ids(rows, used, n), *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
+        const int32_t *ids = random_ids(rows, used, n),
+            *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
         const In in = random_in(rows, cols, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE);
         const Input ref = ref_in(&in, rows, cols);
         const In dev = put_in(&in, rows, cols);
-        const In dense_in = { .act = random_act(rows, 96, false, true), .scale = 1 }, dense_dev = put_in(&dense_in, rows, 96);
+        const In dense_in = { .act = random_act(rows, 96, false, true), .scale = 1 },
+        dense_dev = put_in(&dense_in, rows, 96);
         const Input dense_ref = ref_in(&dense_in, rows, 96);
         Expect e = expect_gate_up(&gate, cases[k].fused ? NULL : &up, cases[k].fn, ids, &ref, rows, used);
         Expect e_dense = product(&dense, 0, &dense_ref, 0, rows);
         for (int run = 0; run < n_runs_100; run++) {
             const Run part = runs_100[run];
-            const Matmul beside = { .n_rows = part.n, .n = 1, .in = in_from(dense_dev, part.first, 96), .w = { &dense.t },
-                                    .out = { room_f("beside", (size_t)part.n * 20) } };
+            const Matmul beside = { .n_rows = part.n, .n = 1, .in = in_from(dense_dev, part.first,
+                    96), .w = { &dense.t }, .out = { room_f("beside", (size_t)part.n * 20) } };
             const Act out = act_room(part.n, used * dim, dim % 32 ? 1 : run);
             set_threads(part.n);
             op->expert_gate_up(&(ExpertGateUp){ .n_rows = part.n, .n_used = used, .in = in_from(dev, part.first, cols),
@@ -1110,7 +1162,7 @@ static void test_expert_down(void) {
             const Input ref = ref_in(&in, rows * used, dim);
             const In dev = put_in(&in, rows * used, dim);
             int32_t *ids = random_ids(rows, used, n);
-            if (k == 2)                                // what a router without numbers leaves: one expert again and again
+            if (k == 2)                                // the result of a router with NaN: the same expert repeated
                 for (int i = 0; i < rows / 2 * used; i++) ids[i] = 1;
             const int32_t *dev_ids = put("ids", ids, (size_t)(rows * used), sizeof(int32_t));
             const float *weights = floats(rows * used, 0.5, 0.5);
@@ -1123,7 +1175,8 @@ static void test_expert_down(void) {
                 set_threads(part.n);
                 op->expert_down(&(ExpertDown){ .n_rows = part.n, .n_used = used,
                                                .in = in_from(dev, part.first * used, dim).act, .down = &down.t,
-                                               .ids = dev_ids + part.first * used, .weights = dev_weights + part.first * used, .out = y });
+                                               .ids = dev_ids + part.first * used, .weights = dev_weights +
+                                                   part.first * used, .out = y });
                 check_rows("out", &e, fetch_f(y, part.n * out), part);
             }
             sweep();
@@ -1146,8 +1199,8 @@ static void test_ple_inject(void) {
             const float *u = floats(rows * stride, 1, 0), *dev_u = put_f("u", u, rows * stride);
             Expect e = expect(rows, n);
             const Expect g = product(&w, 0, &ref, 0, rows);
-            reference_ops()->ple_inject(&(PleInject){ .n_rows = rows, .in = ref.in, .w = &w.host, .u = u, .u_stride = stride,
-                                                      .out.f = e.want });
+            reference_ops()->ple_inject(&(PleInject){ .n_rows = rows, .in = ref.in, .w = &w.host, .u = u,
+                                                      .u_stride = stride, .out.f = e.want });
             for (int i = 0; i < rows * n; i++)
                 e.bound[i] = gated_bound(ACT_GELU, g.want[i], g.bound[i], u[i / n * stride + i % n], 0);
             for (int run = 0; run < n_runs_100; run++) {
@@ -1173,7 +1226,8 @@ static void close_case(int rows, int cols, int bits, bool with_out, const Run *r
     Expect e = { .cols = cols, .want = ref.y, .bound = ref.y_bound };
     for (int run = 0; run < n_runs; run++) {
         float *out = with_out ? room_f("out", (size_t)runs[run].n * (size_t)cols) : NULL;
-        op->close(&(Close){ .n_rows = runs[run].n, .cols = cols, .in = in_from(dev, runs[run].first, cols), .out = out });
+        op->close(&(Close){ .n_rows = runs[run].n, .cols = cols, .in = in_from(dev, runs[run].first,
+                cols), .out = out });
         if (out) check_rows("out", &e, fetch_f(out, (size_t)runs[run].n * (size_t)cols), runs[run]);
         check_x_out(&ref, dev.x_out, runs[run].first, runs[run].n);
     }
@@ -1183,7 +1237,7 @@ static void close_case(int rows, int cols, int bits, bool with_out, const Run *r
 static void test_close(void) {
     static const int widths[] = { 2816, 1536, 704, 2112, 1000, 33, 1 };
     for (int bits = 0; bits < IN_ALL; bits++) close_case(7, 100, bits, true, runs_7, N_RUNS_7);
-    for (int k = 0; k < 4; k++) {                      // rows that a backend may hold, and wider ones
+    for (int k = 0; k < 4; k++) {                      // row sizes up to a backend's limit, and larger ones
         static const int wide[] = { 6144, 6145, 6148, 10752 };
         close_case(7, wide[k], IN_ALL - 1, true, runs_7, N_RUNS_7);
     }
@@ -1199,12 +1253,13 @@ static void test_gather_rows(void) {
         const int cols = widths[k % 5], src_stride = cols + k % 3 * 5, dst_stride = cols + (k + 1) % 3 * 4;
         const int n_src = 70, rows = k % 4 == 0 ? 64 : k % 4 == 1 ? 1 : 33;
         const bool indexed = k % 2 == 0;
-        if (!CASE("gather_rows", "%d rows, cols %d, strides %d %d, index %d", rows, cols, src_stride, dst_stride, indexed)) continue;
+        if (!CASE("gather_rows", "%d rows, cols %d, strides %d %d, index %d", rows, cols, src_stride, dst_stride,
+                  indexed)) continue;
         int32_t index[64];
         for (int i = 0; i < rows; i++) index[i] = indexed ? (int32_t)rnd((uint32_t)n_src) : i;
         const float *src = floats(n_src * src_stride, 1, 0);
         float *dst = room_f("dst", rows * dst_stride), *want = keep(rows * dst_stride, sizeof *want);
-        memset(want, 0xff, (size_t)(rows * dst_stride) * sizeof *want);                // between the rows nothing is written
+        memset(want, 0xff, (size_t)(rows * dst_stride) * sizeof *want);    // nothing is written between the rows
         GatherRows o = { .n_rows = rows, .cols = cols, .src = src, .index = indexed ? index : NULL, .dst = want,
                          .src_stride = src_stride, .dst_stride = dst_stride };
         reference_ops()->gather_rows(&o);
@@ -1220,7 +1275,7 @@ static void test_gather_rows(void) {
 // ---- cache ----------------------------------------------------------------------------------------------------------
 
 typedef struct {
-    Cache  c;                           // in backend memory, once put
+    Cache  c;                           // in backend memory, after put
     Cache  host;                        // the reference's
     float *fold;
 } TestCache;
@@ -1231,7 +1286,7 @@ static KvPlane *plane_of(Cache *c, int p) { return p ? &c->v : &c->k; }
 enum { N_KV = 7 };
 static const KvType kv_types[N_KV] = { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_TQ4, KV_TQ3 };
 
-// All rows alike: what no row may see. Large, so that a trace of it shows.
+// All rows equal: for slots that no row may see. Large, so that reading them is noticed.
 static void spoil_plane(Cache *c, int p) {
     KvPlane *plane = plane_of(c, p);
     float v[REF_HEAD_DIM];
@@ -1242,9 +1297,10 @@ static void spoil_plane(Cache *c, int p) {
         ref_kv_write(c, plane, ref_kv_row(c, plane, 0, 0, r), v);
 }
 
-// Rows of heads that quantised types cannot hold are of f16 instead.
+// If the head size does not fit a quantised type, rows are f16.
 static TestCache new_cache(KvType type, int n_seqs, int n_kv_heads, int head_dim, int slots, int n_rot) {
-    TestCache t = { .host = { .n_seqs = n_seqs, .n_kv_heads = n_kv_heads, .head_dim = head_dim, .slots = slots, .n_rot = n_rot } };
+    TestCache t = { .host = { .n_seqs = n_seqs, .n_kv_heads = n_kv_heads, .head_dim = head_dim, .slots = slots,
+                              .n_rot = n_rot } };
     if (kv_group(type) && (head_dim % KV_ROTATION || 2 * n_rot % KV_ROTATION)) type = KV_F16;
     t.host.k = (KvPlane){ .type = type, .dim = n_rot ? 2 * n_rot : head_dim };
     t.host.v = (KvPlane){ .type = type, .dim = head_dim };
@@ -1253,7 +1309,7 @@ static TestCache new_cache(KvType type, int n_seqs, int n_kv_heads, int head_dim
     return t;
 }
 
-// A tail beside it, of rows that are not those of k and v, so that it shows who reads what.
+// Adds a tail whose rows differ from k and v, so that reading the wrong one is noticed.
 static void add_tail(TestCache *t, int slots) {
     Cache tail = t->host;
     tail.slots = slots;
@@ -1262,7 +1318,9 @@ static void add_tail(TestCache *t, int slots) {
         plane_of(&tail, p)->scale = NULL;
         spoil_plane(&tail, p);
     }
-    t->host.k_tail = tail.k, t->host.v_tail = tail.v, t->host.tail_slots = slots;
+    t->host.k_tail = tail.k;
+    t->host.v_tail = tail.v;
+    t->host.tail_slots = slots;
 }
 
 static void random_row(Cache *c, int seq, int slot) {
@@ -1300,7 +1358,7 @@ static void put_cache(TestCache *t, bool fixed) {
     t->c.v_tail = put_plane("cache.v_tail", &tail, &tail.v, fixed);
 }
 
-// A plane of the backend on this side.
+// Copies a plane of the backend to the host.
 static KvPlane fetch_plane(const Cache *c, const KvPlane *p) {
     KvPlane here = *p;
     here.data = (void *)fetch(p->data, plane_rows(c) * kv_row_bytes(p->type, p->dim), 1);
@@ -1308,14 +1366,18 @@ static KvPlane fetch_plane(const Cache *c, const KvPlane *p) {
     return here;
 }
 
-// The backend's planes against the reference's, or those of another cache on the backend, bit by bit.
+// Compares the backend's planes with the reference's, or with those of another cache of the backend, bit by bit.
 static void same_planes(Cache a, Cache b, bool b_is_host, const char *name) {
     char what[96];
     for (int p = 0; p < 2 * (1 + (a.tail_slots > 0)); p++) {
-        if (p == 2) a = ref_tail(&a), b = ref_tail(&b);
+        if (p == 2) {
+            a = ref_tail(&a);
+            b = ref_tail(&b);
+        }
         const KvPlane got = fetch_plane(&a, plane_of(&a, p % 2)), *other = plane_of(&b, p % 2);
         const KvPlane want = b_is_host ? *other : fetch_plane(&b, other);
-        const size_t rows = plane_rows(&a), bytes = rows * kv_row_bytes(got.type, got.dim), size = value_bytes(got.type);
+        const size_t rows = plane_rows(&a), bytes = rows * kv_row_bytes(got.type, got.dim),
+            size = value_bytes(got.type);
         snprintf(what, sizeof what, "%s, %s plane%s", name, p % 2 ? "v" : "k", p > 1 ? " of the tail" : "");
         same_bits(what, got.data, want.data, bytes / size, size);
         if (got.scale) same_bits(what, got.scale, want.scale, rows * kv_scale_bytes(got.type, got.dim) / 2, 2);
@@ -1323,7 +1385,7 @@ static void same_planes(Cache a, Cache b, bool b_is_host, const char *name) {
 }
 static void check_planes(const TestCache *t, const char *name) { same_planes(t->c, t->host, true, name); }
 
-// The same where both have rounded their own values: twice half a unit in the last place, or a code beside the right one.
+// The same if both have rounded their own values: a difference of one unit in the last place, or of one code.
 static void compare_planes(TestCache *t) {
     static const float units[N_KV] = { 0, 0x1p-10f, 0x1p-7f, 1, 1, 7, 3 };
     for (int p = 0; p < 2; p++) {
@@ -1337,7 +1399,8 @@ static void compare_planes(TestCache *t) {
         set_norm_bounds(&e, (size_t)(rows * dim), dim);
         for (int i = 0; i < rows * dim && plane->type != KV_F32; i++) {
             const float unit = group ? gguf_f16_to_f32(((uint16_t *)host->scale)[i / group]) : e.want[i];
-            e.bound[i] += units[plane->type] * 1.02f * fabsf(unit) + (group ? 0.02f * fabsf(e.want[i]) : 0) + (float)TOL_TINY;
+            e.bound[i] += units[plane->type] * 1.02f * fabsf(unit) + (group ? 0.02f * fabsf(e.want[i]) : 0) +
+                (float)TOL_TINY;
         }
         compare(p ? "v plane" : "k plane", values, (size_t)dim, e.want, e.bound, rows, dim);
     }
@@ -1351,7 +1414,8 @@ typedef struct {
 
 static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd;
-    if (!CASE("qkv_store", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
+    if (!CASE("qkv_store",
+              "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
          "at %d",
          kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.n_pairs, t.v_is_k ? "= k" : "own",
              t.v_norm ? "" : " unnormed",
@@ -1375,7 +1439,8 @@ static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
                    .q = t.with_q ? e[Q].want : NULL, .k = t.with_k ? k : NULL,
                    .v = !t.with_k ? NULL : t.v_is_k ? k : own_v, .w_q = w_q, .w_k = w_k,
                    .v_norm = t.v_norm, .rope = { inv_freq, t.n_pairs }, .eps = 1e-6f, .dump_q = e[Q_NORMED].want,
-                   .dump_q_pos = e[Q_POS].want, .dump_k = e[K_NORMED].want, .dump_k_pos = e[K_POS].want, .dump_v = e[V_NORMED].want };
+                   .dump_q_pos =
+                       e[Q_POS].want, .dump_k = e[K_NORMED].want, .dump_k_pos = e[K_POS].want, .dump_v = e[V_NORMED].want };
     reference_ops()->qkv_store(&o);
     for (int i = 0; i < N_RESULTS; i++) set_norm_bounds(&e[i], (size_t)(n * e[i].cols), hd);
 
@@ -1396,15 +1461,18 @@ static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
         d.dump_k_pos = room_f("dump_k_pos", n * kv_dim);
     }
     set_threads(n);
-    const int step = t.staged ? n : min_int(n, t.slots);               // rows of a call
+    const int step = t.staged ? n : min_int(n, t.slots);               // rows per call
     for (int from = 0; from < n; from += step) {
         const Batch view = batch_from(batch, (Run){ from, min_int(step, n - from) });
         QkvStore part = d;
         part.batch = &view;
         part.q = at_row(d.q, from, q_dim);
-        part.k = at_row(d.k, from, kv_dim), part.v = at_row(d.v, from, kv_dim);
-        part.dump_q = at_row(d.dump_q, from, q_dim), part.dump_q_pos = at_row(d.dump_q_pos, from, q_dim);
-        part.dump_k = at_row(d.dump_k, from, kv_dim), part.dump_k_pos = at_row(d.dump_k_pos, from, kv_dim);
+        part.k = at_row(d.k, from, kv_dim);
+        part.v = at_row(d.v, from, kv_dim);
+        part.dump_q = at_row(d.dump_q, from, q_dim);
+        part.dump_q_pos = at_row(d.dump_q_pos, from, q_dim);
+        part.dump_k = at_row(d.dump_k, from, kv_dim);
+        part.dump_k_pos = at_row(d.dump_k_pos, from, kv_dim);
         part.dump_v = at_row(d.dump_v, from, kv_dim);
         op->qkv_store(&part);
     }
@@ -1413,11 +1481,12 @@ static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
         compare("q", got, q_dim, e[Q].want, e[Q].bound, n, q_dim);
         if (n <= 64) {                  // the last row on its own, as a view and without k
             const Batch view = batch_from(batch, (Run){ n - 1, 1 });
-            QkvStore last = { .batch = &view, .cache = &ring.c, .staging = d.staging, .n_heads = t.n_heads, .v_norm = t.v_norm,
-                              .eps = d.eps, .rope = d.rope,
+            QkvStore last = { .batch = &view, .cache = &ring.c, .staging = d.staging, .n_heads = t.n_heads,
+                              .v_norm = t.v_norm, .eps = d.eps, .rope = d.rope,
                               .w_q = d.w_q, .w_k = d.w_k, .q = change_f("last q", q + (n - 1) * q_dim, q_dim) };
             op->qkv_store(&last);
-            same_bits("q of the last row alone", fetch_f(last.q, q_dim), got + (n - 1) * q_dim, (size_t)q_dim, sizeof(float));
+            same_bits("q of the last row alone", fetch_f(last.q, q_dim), got + (n - 1) * q_dim, (size_t)q_dim,
+                      sizeof(float));
         }
     }
     const float *const dumps[] = { NULL, d.dump_q, d.dump_q_pos, d.dump_k, d.dump_k_pos, d.dump_v };
@@ -1427,7 +1496,7 @@ static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
             compare(names[i], fetch_f(dumps[i], n * e[i].cols), e[i].cols, e[i].want, e[i].bound, n, e[i].cols);
     compare_planes(&ring);
     compare_planes(&stage);
-    // The backend's rows are its own checkpoints, rounded.
+    // The backend's rows must be its own checkpoints, rounded.
     TestCache *to = t.staged ? &stage : &ring;
     Cache tail = ref_tail(&to->host);
     for (int i = 0; t.dumps && t.with_k && i < 2 * n * t.n_kv_heads; i++) {
@@ -1440,7 +1509,8 @@ static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
         for (int k = 0; k < hd; k++) placed[ref_tied_index(&to->host, k)] = v[k];
         ref_kv_write(&to->host, plane, ref_kv_row(&to->host, plane, t.staged ? 0 : seg->seq, g, slot), placed);
         const int tail_slot = tail.slots ? (s->len[seg->seq] + s->rows[r].index) % tail.slots : 0;
-        if (tail.slots) ref_tail_write(plane, tail_plane, ref_kv_row(&tail, tail_plane, seg->seq, g, tail_slot), placed);
+        if (tail.slots)
+            ref_tail_write(plane, tail_plane, ref_kv_row(&tail, tail_plane, seg->seq, g, tail_slot), placed);
     }
     if (t.dumps && t.with_k) check_planes(to, "the checkpoints");
     sweep();
@@ -1462,21 +1532,21 @@ static void test_qkv_store(void) {
         add_chain(&far, 1, 200003, 2);   // f32 angles would be off by 0.01
         add_chain(&far, 2, 0, 1);
         const KvType t = kv_types[k];
-        qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &two);       // sliding layer
+        qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &two);   // sliding layer
         qkv_case((QkvCase){ t, 256, 4, 1, 128, 0, 128, false, true, true, true, false, false }, &many);
         qkv_case((QkvCase){ t, 256, 8, 2, 128, 0, 128, false, true, true, true, false, true }, &far);
         // global layer, untied
         qkv_case((QkvCase){ t, 512, 8, 1, 256, 0, 64, true, true, true, true, false, true }, &two);
         qkv_case((QkvCase){ t, 512, 8, 2, 256, 64, 64, true, true, true, true, false, true }, &two);        // tied
-        if (kv_group(t)) {                             // the newest rows in f16 too
+        if (kv_group(t)) {                             // with a tail of f16
             qkv_case_tail((QkvCase){ t, 512, 8, 2, 256, 64, 64, true, true, true, true, false, true }, 128, &two);
             qkv_case_tail((QkvCase){ t, 256, 4, 1, 256, 0, 128, false, true, true, true, false, true }, 128, &far);
         }
         qkv_case((QkvCase){ t, 512, 2, 1, 256, 64, 64, true, true, true, true, false, false }, &many);
         qkv_case((QkvCase){ t, 128, 2, 2, 192, 16, 16, true, true, true, true, false, true }, &one);
-        // DFlash: V as it is
+        // DFlash: V without norm
         qkv_case((QkvCase){ t, 128, 4, 4, 128, 0, 64, false, false, true, true, false, true }, &two);
-        // a reader of a donor's cache
+        // a layer that reads a donor's cache
         qkv_case((QkvCase){ t, 128, 4, 1, 128, 0, 64, false, true, true, false, false, true }, &two);
         qkv_case((QkvCase){ t, 128, 4, 1, 128, 16, 16, true, true, true, false, false, false }, &two);
         qkv_case((QkvCase){ t, 128, 4, 2, 128, 0, 32, false, true, false, true, false, true }, &two);       // no q
@@ -1487,7 +1557,7 @@ static void test_qkv_store(void) {
     add_chain(chunk, 0, 0, 50);
     // a prompt longer than the ring
     qkv_case((QkvCase){ KV_F16, 256, 4, 1, 128, 0, 128, false, true, true, true, true, false }, chunk);
-    // the same without a stage, in parts: a drafter's, which has no q
+    // the same without staging, in parts: for a drafter, which has no q
     qkv_case((QkvCase){ KV_F16, 128, 4, 2, 128, 0, 64, false, false, false, true, false, true }, chunk);
     qkv_case((QkvCase){ KV_F16, 128, 4, 2, 64, 0, 64, false, false, true, true, false, true }, chunk);
     free(chunk);
@@ -1497,7 +1567,7 @@ typedef struct {
     KvType  type;
     int     head_dim, n_heads, n_kv_heads, slots, n_rot, window;
     OwnMask own;
-    bool    staged, twins;              // twins: sessions 0 and 1 hold the same, and their segments ask the same
+    bool    staged, twins;              // twins: sessions 0 and 1 have equal caches and equal segments
     float   scale;
 } AttendCase;
 
@@ -1506,7 +1576,8 @@ static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd;
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
-    if (!CASE("attend", "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, window %d, own %s, stage %d, scale %g, %s of %d "
+    if (!CASE("attend",
+              "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, window %d, own %s, stage %d, scale %g, %s of %d "
          "rows at %d (%d segments)", kv_names[t.type],
          hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.window, own_name[t.own], t.staged, (double)t.scale,
              s->segs[0].kind == SEG_TREE ? "tree" : "chain",
@@ -1528,7 +1599,8 @@ static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
     for (int p = 0; p < 2 && t.twins; p++) {
         const KvPlane *plane = plane_of(&ring.host, p);
         const size_t half = plane_rows(&ring.host) / 2;
-        const size_t bytes = half * kv_row_bytes(plane->type, plane->dim), scales = half * kv_scale_bytes(plane->type, plane->dim);
+        const size_t bytes = half * kv_row_bytes(plane->type, plane->dim),
+            scales = half * kv_scale_bytes(plane->type, plane->dim);
         memcpy((char *)plane->data + bytes, plane->data, bytes);
         if (plane->scale) memcpy((char *)plane->scale + scales, plane->scale, scales);
     }
@@ -1536,17 +1608,17 @@ static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
     put_cache(&stage, true);
     const Batch batch = put_batch(s), host = host_batch(s);
 
-    // Scores of a few units. Values are below 1: what lies in sight is, at most.
+    // Scores of a few units. Values are below 1, so results of visible keys are too.
     float *q = floats(n * q_dim, 7.5 / sqrt(hd) / (double)t.scale, 0);
     if (t.twins) memcpy(q + n / 2 * q_dim, q, (size_t)(n / 2 * q_dim) * sizeof *q);
     const float *q_dev = put_f("q", q, n * q_dim);
     Expect e = expect(n, q_dim);
-    reference_ops()->attend(&(Attend){ .batch = &host, .cache = &ring.host, .staging = t.staged ? &stage.host : NULL, .q = q,
-                                       .n_heads = t.n_heads, .window = t.window, .own = t.own, .scale = t.scale,
+    reference_ops()->attend(&(Attend){ .batch = &host, .cache = &ring.host, .staging = t.staged ? &stage.host : NULL,
+                                       .q = q, .n_heads = t.n_heads, .window = t.window, .own = t.own, .scale = t.scale,
                                        .out.f = e.want });
     e.any_rows = true;
     const double tolerance = t.type == KV_F32 || on_cpu() ? TOL_ATTEND : TOL_ATTEND_16;
-    for (int h = 0; h < n * t.n_heads; h++) {          // nothing in sight: 0
+    for (int h = 0; h < n * t.n_heads; h++) {          // no visible key: 0
         const bool blind = largest(e.want + h * hd, hd) == 0;
         for (int i = h * hd; i < (h + 1) * hd; i++) e.bound[i] = blind ? 0 : (float)tolerance;
     }
@@ -1557,13 +1629,14 @@ static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
         const Batch view = batch_from(batch, runs[k]);
         const Act out = act_room(runs[k].n, q_dim, k);
         set_threads(runs[k].n);
-        op->attend(&(Attend){ .batch = &view, .cache = &ring.c, .staging = t.staged ? &stage.c : NULL, .n_heads = t.n_heads,
-                              .q = q_dev + runs[k].first * q_dim,
+        op->attend(&(Attend){ .batch = &view, .cache = &ring.c, .staging = t.staged ? &stage.c : NULL,
+                              .n_heads = t.n_heads, .q = q_dev + runs[k].first * q_dim,
                               .window = t.window, .own = t.own, .scale = t.scale, .out = out });
         check_act(&e, out, runs[k]);
     }
     if (t.twins)
-        same_bits("the same rows in two sessions", e.base + n / 2 * q_dim, e.base, (size_t)(n / 2 * q_dim), sizeof(float));
+        same_bits("the same rows in two sessions", e.base + n / 2 * q_dim, e.base, (size_t)(n / 2 * q_dim),
+                  sizeof(float));
     sweep();
 }
 
@@ -1577,21 +1650,26 @@ static void attend_chain_tail(AttendCase t, int tail_slots, int len, int n) {
 }
 static void attend_chain(AttendCase t, int len, int n) { attend_chain_tail(t, 0, len, n); }
 
-// attend with a store of its own against qkv_store and then attend: all rows at once, in two views of the step, and right behind a
-// product, as in a layer, where a backend may begin with it earlier.
+// attend with `store` compared with qkv_store and then attend: all rows at once, in two views of the step, and directly
+// after a product, as in a layer, where a backend may start it earlier.
 static void attend_store_case(AttendCase t, bool reader, const TestStep *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd,
               n_pairs = t.n_rot ? t.n_rot : hd / 2;
-    if (!CASE("attend", "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, own %d, stage %d, k %d, %d rows",
+    if (!CASE("attend",
+              "store in its launch: %s, head_dim %d, heads %d/%d, n_rot %d, window %d, own %d, stage %d, k %d, %d rows",
          kv_names[t.type], hd, t.n_heads,
          t.n_kv_heads, t.n_rot, t.window, t.own, t.staged, !reader, n)) return;
     TestCache ring[4] = { new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot) };
     TestCache stage[4] = { new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot) };
     fill_cache(&ring[0]);
     fill_cache(&stage[0]);
-    for (int path = 1; path < 4; path++) ring[path] = ring[0], stage[path] = stage[0];
+    for (int path = 1; path < 4; path++) {
+        ring[path] = ring[0];
+        stage[path] = stage[0];
+    }
     const Batch batch = put_batch(s);
-    const float *w_q = floats(hd, 0.05, 0.2), *w_k = t.n_rot ? ring[0].fold : floats(hd, 0.5, 1);      // scores of a few units
+    // scores of a few units
+    const float *w_q = floats(hd, 0.05, 0.2), *w_k = t.n_rot ? ring[0].fold : floats(hd, 0.5, 1);
     const float *q = floats(n * q_dim, 3, 0), *k = floats(n * kv_dim, 2, 0);
     double *inv_freq = keep(n_pairs, sizeof *inv_freq);
     for (int i = 0; i < n_pairs; i++) inv_freq[i] = pow(1e4, -2.0 * i / hd);
@@ -1611,16 +1689,21 @@ static void attend_store_case(AttendCase t, bool reader, const TestStep *s) {
         float *y = room_f("out", n * q_dim);
         if (path == 0) op->qkv_store(&store);
         if (path == 3)
-            op->matmul(&(Matmul){ .n_rows = n, .n = 1, .in = in_dev, .w = { &w.t }, .out = { room_f("product", n * 40) } });
+            op->matmul(&(Matmul){ .n_rows = n, .n = 1, .in = in_dev, .w = { &w.t },
+                                  .out = { room_f("product", n * 40) } });
         for (int from = 0, to; from < n; from = to) {
-            // where rows see those behind them, these have to be there
+            // if rows see later rows, those must be stored before
             to = path == 2 && !from && n > 1 && t.own != OWN_ALL ? n / 2 : n;
             const Batch view = batch_from(batch, (Run){ from, to - from });
             QkvStore part = store;
             part.batch = &view;
             part.q += from * q_dim;
-            if (part.k) part.k += from * kv_dim, part.v += from * kv_dim;
-            op->attend(&(Attend){ .batch = &view, .cache = part.cache, .staging = part.staging, .n_heads = t.n_heads, .q = part.q,
+            if (part.k) {
+                part.k += from * kv_dim;
+                part.v += from * kv_dim;
+            }
+            op->attend(&(Attend){ .batch = &view, .cache = part.cache, .staging = part.staging, .n_heads = t.n_heads,
+                                  .q = part.q,
                                   .window = t.window, .own = t.own, .scale = t.scale, .store = path ? &part : NULL,
                                   .out = { .f = y + from * q_dim } });
         }
@@ -1634,14 +1717,16 @@ static void attend_store_case(AttendCase t, bool reader, const TestStep *s) {
     sweep();
 }
 
-// Quantised rows: global layers of both layouts and rings, one row to prompts, trees, sessions, tails that end within a tile.
+// Quantised rows: global layers of both layouts and rings, from one row to prompts, trees, sessions, tails that end
+// inside a tile.
 static void attend_quantised(KvType type, TestStep *s) {
     attend_chain((AttendCase){ type, 512, 8, 1, 256, 64, 0, OWN_CAUSAL, false, false, 1 }, 130, 3);
     attend_chain((AttendCase){ type, 512, 16, 2, 2240, 64, 0, OWN_CAUSAL, false, false, 1 }, 2100 + type, 1);
     attend_chain((AttendCase){ type, 512, 4, 1, 192, 0, 0, OWN_CAUSAL, false, false, 1 }, 100, 9);
     attend_chain((AttendCase){ type, 256, 4, 2, 128, 0, 65, OWN_CAUSAL, false, false, 1 }, 1000 + type, 5);
     attend_chain((AttendCase){ type, 128, 4, 2, 128, 0, 0, OWN_NONE, false, false, 1 }, 65, 2);
-    attend_chain((AttendCase){ type, 512, 4, 1, 192, 64, 0, OWN_CAUSAL, false, false, 1 }, 37 * (type % 4), 66);      // prompts
+    // prompts
+    attend_chain((AttendCase){ type, 512, 4, 1, 192, 64, 0, OWN_CAUSAL, false, false, 1 }, 37 * (type % 4), 66);
     attend_chain((AttendCase){ type, 512, 2, 2, 192, 0, 0, OWN_CAUSAL, false, false, 1 }, 31, 67);
     attend_chain((AttendCase){ type, 256, 2, 1, 192, 0, 129, OWN_CAUSAL, true, false, 1 }, 200, 70);
     attend_chain((AttendCase){ type, 256, 2, 2, 192, 0, 64, OWN_CAUSAL, true, false, 1 }, 0, 130);
@@ -1649,24 +1734,31 @@ static void attend_quantised(KvType type, TestStep *s) {
         memset(s, 0, sizeof *s);
         add_tree(s, 1, 75, 30, 4);
         add_chain(s, 0, 75 + 40 * k, 5);
-        attend_case((AttendCase){ type, k ? 512 : 256, 4, 1, 192, k ? 64 : 0, k ? 0 : 70, OWN_CAUSAL, false, false, 1 }, s);
-        attend_case_tail((AttendCase){ type, k ? 512 : 256, 4, 1, 192, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 }, 128, s);
+        attend_case((AttendCase){ type, k ? 512 : 256, 4, 1, 192, k ? 64 : 0, k ? 0 : 70, OWN_CAUSAL, false, false, 1 },
+                    s);
+        attend_case_tail((AttendCase){ type, k ? 512 : 256, 4, 1, 192, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 },
+                         128, s);
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 75, 5);
         add_chain(s, 1, 75, 5);
         attend_case((AttendCase){ type, 256, 4, 2, 128, 0, 0, OWN_CAUSAL, false, true, 1 }, s);
-        attend_store_case((AttendCase){ type, k ? 512 : 256, 4, 2, 192, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 }, k, s);
-        attend_chain_tail((AttendCase){ type, 512, 8 >> 2 * k, 1, 512, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 }, 128, 200 + 7 * k, 1 + 63 * k);
+        attend_store_case((AttendCase){ type, k ? 512 : 256, 4, 2, 192, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 }, k,
+                          s);
+        attend_chain_tail((AttendCase){ type, 512, 8 >> 2 * k, 1, 512, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 },
+                          128, 200 + 7 * k, 1 + 63 * k);
     }
     attend_chain_tail((AttendCase){ type, 512, 8, 1, 512, 64, 0, OWN_CAUSAL, false, false, 1 }, 192, 10, 4);
-    attend_chain_tail((AttendCase){ type, 256, 2, 1, 512, 0, 0, OWN_CAUSAL, false, false, 1 }, 128, 100, 70);       // a prompt does not read it
+    // a prompt does not read the tail
+    attend_chain_tail((AttendCase){ type, 256, 2, 1, 512, 0, 0, OWN_CAUSAL, false, false, 1 }, 128, 100, 70);
 }
 
-// attend with lists of blocks, some rows' empty, against the reference; all blocks listed: the bits of attend without.
+// attend with lists of blocks, some of them empty, compared with the reference; with all blocks listed: the bits of
+// attend without lists.
 static void attend_blocks_case(AttendCase t, TestStep *s, bool all) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, rows = (n + SELECT_ROWS - 1) / SELECT_ROWS;
     const int n_blocks = (t.slots + SELECT_KEYS - 1) / SELECT_KEYS, lists = rows * t.n_kv_heads;
-    if (!CASE("attend", "%s of %d blocks: %s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", all ? "all" : "some",
+    if (!CASE("attend", "%s of %d blocks: %s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments",
+              all ? "all" : "some",
          n_blocks, kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs)) return;
     TestCache cache = new_cache(t.type, 2, t.n_kv_heads, hd, t.slots, t.n_rot);
     fill_cache(&cache);
@@ -1690,7 +1782,9 @@ static void attend_blocks_case(AttendCase t, TestStep *s, bool all) {
     for (int i = 0; i < n * q_dim; i++) e.bound[i] = (float)tolerance;
     blocks.n = put("list lengths", n_listed, lists, sizeof *n_listed);
     blocks.block = put("lists", listed, lists * n_blocks, sizeof *listed);
-    o.batch = &batch, o.cache = &cache.c, o.q = put_f("q", q, n * q_dim);
+    o.batch = &batch;
+    o.cache = &cache.c;
+    o.q = put_f("q", q, n * q_dim);
     o.out = act_room(n, q_dim, 0);
     set_threads(n);
     op->attend(&o);
@@ -1707,24 +1801,26 @@ static void attend_blocks_case(AttendCase t, TestStep *s, bool all) {
 }
 
 static void attend_blocks(TestStep *s) {
-    for (int k = 0; k < 2 * N_KV; k++) {   // all blocks: heads for which a backend has one way of doing it
+    for (int k = 0; k < 2 * N_KV; k++) {   // all blocks: head shapes with only one kernel in a backend
         const KvType t = kv_types[k % N_KV];
         const bool tied = k >= N_KV;
         memset(s, 0, sizeof *s);
         add_chain(s, 1, 61 * k % 400, 66 + k);
         attend_blocks_case((AttendCase){ .type = t, 512, 2 << tied, 1 + tied, 512, tied ? 64 : 0 }, s, k % 4 == 1);
         if (k % 3) add_chain(s, 0, 300, k % 3 == 1 ? 3 : 67);
-        attend_blocks_case((AttendCase){ .type = t, k % 2 ? 512 : 256, k % 5 ? 2 : 3, 1, 512, tied ? 64 : 0 }, s, k % 4 == 3);
+        attend_blocks_case((AttendCase){ .type = t, k % 2 ? 512 : 256, k % 5 ? 2 : 3, 1, 512, tied ? 64 : 0 }, s,
+                           k % 4 == 3);
     }
-    for (int k = 0; k < 6; k++) {          // groups of heads as all models have them, and heads that are none of theirs
+    for (int k = 0; k < 6; k++) {          // groups of heads of all models, and other ones
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 90 * (6 - k), 130 - 12 * k);
-        attend_blocks_case((AttendCase){ .type = KV_F16, k == 5 ? 128 : 512, 1 << k, 1, 768, k % 2 ? 64 : 0 }, s, k == 4);
+        attend_blocks_case((AttendCase){ .type = KV_F16, k == 5 ? 128 : 512, 1 << k, 1, 768, k % 2 ? 64 : 0 }, s,
+                           k == 4);
     }
 }
 
-// Drafters. A DFlash block of up to 16 rows, and of 64: heads of 128 on a ring with a window, and on one where every row sees
-// all others. MTP: rows of its own are in no cache, the heads are those of the model that it reads.
+// Drafters. A DFlash block of up to 16 rows, and of 64: heads of 128 on a ring with a window, and on a ring where every
+// row sees all others. MTP: its own rows are in no cache, its heads are those of its target.
 static void attend_drafters(TestStep *s) {
     static const int far[] = { 2040, 2100, 4300 }, mtp_rot[] = { 0, 0, 64 };
     const float scale = 0.08838835f;
@@ -1732,27 +1828,31 @@ static void attend_drafters(TestStep *s) {
         memset(s, 0, sizeof *s);
         add_chain(s, 1, far[k], k == 1 ? 16 : 5);
         if (k == 1) add_chain(s, 0, 300, 7);
-        attend_case((AttendCase){ KV_F16, 128, k ? 8 : 4, k == 1 ? 2 : 1, 2112, 0, 2048, OWN_CAUSAL, false, false, scale }, s);
+        attend_case((AttendCase){ KV_F16, 128, k ? 8 : 4, k == 1 ? 2 : 1, 2112, 0, 2048, OWN_CAUSAL, false, false,
+                                  scale }, s);
         attend_case((AttendCase){ KV_F16, 128, k ? 4 : 8, 1, 2240, 0, 2176, OWN_ALL, false, false, scale }, s);
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 130 * k, 64);
         if (k == 1) add_chain(s, 1, 5, 64);
         attend_case((AttendCase){ KV_F16, 128, 4, 1, 320, 0, k ? 250 : 0, OWN_ALL, false, false, scale }, s);
         for (int own = OWN_ALL; own <= OWN_NONE; own++)
-            for (int t = 0; t < 2; t++) {              // f16, and one of codes
+            for (int t = 0; t < 2; t++) {              // f16, and a quantised type
                 const KvType type = t ? kv_types[3 + (k + 2 * own) % 4] : KV_F16;
                 memset(s, 0, sizeof *s);
                 add_chain(s, 0, t ? 33 * k : 600 * k, own == OWN_NONE ? 1 : 9);
                 if (k == 2) add_chain(s, 1, 70, 2);
-                attend_case((AttendCase){ type, 512, t ? 4 : 16, 2, k == 2 && !t ? 2240 : 1088, mtp_rot[k], 0, (OwnMask)own, false,
-                                          false, 1 }, s);
-                attend_case((AttendCase){ type, 256, 8, 2 << t, 576, 0, k ? 512 : 31, (OwnMask)own, false, false, 1 }, s);
+                attend_case((AttendCase){ type, 512, t ? 4 : 16, 2, k == 2 && !t ? 2240 : 1088, mtp_rot[k], 0,
+                                          (OwnMask)own, false, false, 1 }, s);
+                attend_case((AttendCase){ type, 256, 8, 2 << t, 576, 0, k ? 512 : 31, (OwnMask)own, false, false, 1 },
+                            s);
             }
         memset(s, 0, sizeof *s);                       // one launch for store and attention
         add_chain(s, 1, 60 * k, 1 + 3 * k);
-        attend_store_case((AttendCase){ KV_F16, 128, 8, 2, k ? 192 : 2240, 0, k == 2 ? 100 : 0, OWN_ALL, false, false, scale }, false, s);
+        attend_store_case((AttendCase){ KV_F16, 128, 8, 2, k ? 192 : 2240, 0, k == 2 ? 100 : 0, OWN_ALL, false, false,
+                                        scale }, false, s);
         for (int reader = 0; reader < 2; reader++) {
-            attend_store_case((AttendCase){ KV_F16, 512, 8, 1, 256, mtp_rot[k], 0, OWN_NONE, false, false, 1 }, reader, s);
+            attend_store_case((AttendCase){ KV_F16, 512, 8, 1, 256, mtp_rot[k], 0, OWN_NONE, false, false, 1 }, reader,
+                              s);
             attend_store_case((AttendCase){ KV_F16, 256, 4, 2, 576, 0, 50, OWN_NONE, false, false, 1 }, reader, s);
         }
     }
@@ -1774,27 +1874,29 @@ static void test_attend(void) {
         for (int k = 0; k < 3; k++) {
             attend_chain((AttendCase){ types[k], 128 << k, group * (group < 4 ? 2 : 1), group < 4 ? 2 : 1, 256, 0, 0,
                                        OWN_CAUSAL, false, false, 1 }, 150, 3);
-            attend_chain((AttendCase){ types[k], 128 << k, group, 1, 192, 16 << k, 0, OWN_CAUSAL, false, false, 0.0625f },
-                         100, 2);
+            attend_chain((AttendCase){ types[k], 128 << k, group, 1, 192, 16 << k, 0, OWN_CAUSAL, false, false,
+                                       0.0625f }, 100, 2);
         }
     attend_chain((AttendCase){ KV_F32, 256, 4, 2, 256, 0, 0, OWN_CAUSAL, false, false, 1 }, 130, 64);
     attend_chain((AttendCase){ KV_F16, 512, 4, 1, 256, 64, 0, OWN_CAUSAL, false, false, 1 }, 70, 64);
     attend_chain((AttendCase){ KV_F32, 128, 2, 1, 1152, 0, 0, OWN_CAUSAL, false, false, 1 }, 1026, 2);
     // sliding layers: the window's edge, and rings of 1024 and 1088 slots where they wrap
     for (int k = 0; k < 4; k++) {
-        attend_chain((AttendCase){ KV_F32, 256, 2, 1, 1024, 0, 961, OWN_CAUSAL, false, false, 1 }, edges[k], k % 2 ? 1 : 4);
+        attend_chain((AttendCase){ KV_F32, 256, 2, 1, 1024, 0, 961, OWN_CAUSAL, false, false, 1 }, edges[k],
+                     k % 2 ? 1 : 4);
         attend_chain((AttendCase){ types[k % 3], 128, 2, 1, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, edges[k],
                      k % 2 ? 5 : 2);
-        attend_chain((AttendCase){ KV_F32, 128, 2, 1, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, edges[k] + 62, k + 1);
-        // a narrower reader
+        attend_chain((AttendCase){ KV_F32, 128, 2, 1, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, edges[k] + 62,
+                     k + 1);
+        // a reader with a smaller window
         attend_chain((AttendCase){ KV_F16, 128, 4, 2, 1088, 0, 512, OWN_CAUSAL, false, false, 1 }, edges[k] + 2000, 3);
     }
     attend_chain((AttendCase){ KV_F32, 256, 2, 1, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, 1060, 64);
-    // own rows leave the window
+    // own rows outside the window
     attend_chain((AttendCase){ KV_F32, 128, 2, 2, 128, 0, 16, OWN_CAUSAL, false, false, 1 }, 100, 64);
     attend_chain((AttendCase){ KV_F32, 128, 2, 1, 128, 0, 1, OWN_CAUSAL, false, false, 1 }, 100, 3);
 
-    for (int k = 0; k < 6; k++) {                      // trees: bushy, narrow, balanced; with a session beside them
+    for (int k = 0; k < 6; k++) {                      // trees: wide, narrow, balanced; together with another session
         memset(s, 0, sizeof *s);
         add_tree(s, 0, k % 2 ? 100 : 0, k < 3 ? 64 : 17, k % 3 == 0 ? 60 : k % 3 == 1 ? 2 : 0);
         if (k >= 3) add_chain(s, 2, 33, 2);
@@ -1810,7 +1912,7 @@ static void test_attend(void) {
         attend_case((AttendCase){ types[k], 256, 4, 2, 128, 0, 50, OWN_NONE, false, false, 1 }, s);
         attend_case((AttendCase){ types[k], 256, 4, 1, 192, 32, 0, OWN_NONE, false, false, 1 }, s);
     }
-    for (int k = 0; k < 5; k++) {                      // prompt steps: rows of the step in the stage
+    for (int k = 0; k < 5; k++) {                      // prompt steps with staging
         static const int starts[] = { 0, 10, 63, 127, 1000 };
         memset(s, 0, sizeof *s);
         add_chain(s, 1, starts[k], 100);
@@ -1822,7 +1924,8 @@ static void test_attend(void) {
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 75, 5);
         add_chain(s, 1, 75, 5);
-        attend_case((AttendCase){ types[k], 256, 4, 2, 128, k == 1 ? 32 : 0, k == 2 ? 40 : 0, OWN_CAUSAL, false, true, 1 }, s);
+        attend_case((AttendCase){ types[k], 256, 4, 2, 128, k == 1 ? 32 : 0, k == 2 ? 40 : 0, OWN_CAUSAL, false, true,
+                                  1 }, s);
     }
     for (int k = 0; k < 12; k++) {                     // one launch for store and attention
         memset(s, 0, sizeof *s);
@@ -1832,19 +1935,23 @@ static void test_attend(void) {
         attend_store_case((AttendCase){ types[k % 3], 128 << k % 2, 4, 2, 128, k % 2 && k > 3 ? 32 : 0, k == 2 ? 25 : 0,
                                         OWN_CAUSAL, k == 1, false, 1 }, k % 4 == 3, s);
     }
-    // Caches of f16, on tensor cores: more keys than one round of parts has, narrow and wide groups, trees behind many keys.
+    // Caches of f16, on tensor cores: more keys than one round of splits, narrow and wide groups, trees after many
+    // keys.
     for (int k = 0; k < 4; k++) {
         static const int far[] = { 2047, 2080, 2175, 4300 };
-        attend_chain((AttendCase){ KV_F16, 128, 4, 2, 4416, k % 2 ? 32 : 0, 0, OWN_CAUSAL, false, false, 1 }, far[k], 1 + k * 3);
-        attend_chain((AttendCase){ KV_F16, 256, k % 2 ? 3 : 5, 1, 576, 0, 512, OWN_CAUSAL, false, false, 1 }, far[k], k * 11 + 1);
+        attend_chain((AttendCase){ KV_F16, 128, 4, 2, 4416, k % 2 ? 32 : 0, 0, OWN_CAUSAL, false, false, 1 }, far[k],
+                     1 + k * 3);
+        attend_chain((AttendCase){ KV_F16, 256, k % 2 ? 3 : 5, 1, 576, 0, 512, OWN_CAUSAL, false, false, 1 }, far[k],
+                     k * 11 + 1);
         memset(s, 0, sizeof *s);
         add_tree(s, 1, far[k], 30, 6);
         add_chain(s, 0, 31 * k, 2);
-        attend_case((AttendCase){ KV_F16, 128, 2, 2, k < 3 ? 2240 : 4416, 0, k == 1 ? 700 : 0, OWN_CAUSAL, false, false, 1 }, s);
+        attend_case((AttendCase){ KV_F16, 128, 2, 2, k < 3 ? 2240 : 4416, 0, k == 1 ? 700 : 0, OWN_CAUSAL, false, false,
+                                  1 }, s);
     }
     attend_chain((AttendCase){ KV_F16, 512, 16, 2, 2176, 64, 0, OWN_CAUSAL, false, false, 1 }, 200, 9);
     attend_chain((AttendCase){ KV_F16, 128, 18, 9, 1088, 0, 1024, OWN_CAUSAL, false, false, 1 }, 1500, 3);
-    for (int k = 0; k < 12; k++) {                     // few rows at the edges of tiles and parts; sessions side by side
+    for (int k = 0; k < 12; k++) {                     // few rows at the edges of tiles and splits; several sessions
         static const int at[] = { 0, 29, 31, 32, 60, 63, 64, 127, 500, 1090, 2030, 2111 };
         memset(s, 0, sizeof *s);
         if (k % 4 == 3) add_tree(s, 1, at[k], 5, 2);
@@ -1855,7 +1962,7 @@ static void test_attend(void) {
     }
     attend_drafters(s);
     for (int k = 3; k < N_KV; k++) attend_quantised(kv_types[k], s);
-    // Prompts: the heads of all five models, rings that wrap and pass the stage, windows that end within a tile.
+    // Prompts: the heads of all five models, rings that wrap, with and without staging, windows that end inside a tile.
     static const int global[][3] = { { 8, 1, 0 }, { 8, 2, 0 }, { 16, 1, 64 }, { 16, 2, 64 }, { 8, 1, 32 } };
     for (int k = 0; k < 5; k++) {
         const int *g = global[k];                      // heads, KV heads, n_rot
@@ -1869,7 +1976,7 @@ static void test_attend(void) {
         attend_chain((AttendCase){ KV_F16, 256, 3, 1, 512, 0, k < 2 ? 0 : 101 + k, OWN_CAUSAL, false, false, 0.5f },
                      starts[k], 160);
     }
-    for (int k = 0; k < 4; k++) {                      // sessions side by side in one block
+    for (int k = 0; k < 4; k++) {                      // several sessions in one block
         memset(s, 0, sizeof *s);
         add_chain(s, 1, 70, 66);
         if (k % 2) add_tree(s, 2, 100, 13, 5);
@@ -1887,7 +1994,7 @@ typedef struct {
     float  alpha, density;
 } SelectCase;
 
-// K of each block of keys around a row of its own, and scores of a few units: so that blocks differ.
+// K of each block of keys around another mean, and scores of a few units, so that blocks differ.
 static void random_blocks(TestCache *t) {
     for (int seq = 0; seq < t->host.n_seqs; seq++)
         for (int g = 0; g < t->host.n_kv_heads; g++)
@@ -1902,13 +2009,14 @@ static void random_blocks(TestCache *t) {
             }
 }
 
-// Weights against the reference's; lists against what the definition makes of the backend's own weights.
+// Compares weights with the reference's, and lists with the definition applied to the backend's own weights.
 static void select_case(SelectCase t, TestStep *s) {
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, rows = (n + SELECT_ROWS - 1) / SELECT_ROWS;
     const int n_blocks = (t.slots + SELECT_KEYS - 1) / SELECT_KEYS + 1, lists = rows * t.n_kv_heads;
-    if (!CASE("block_select", "%s, head_dim %d, heads %d/%d, n_rot %d, alpha %g, density %g, %d rows at %d, the last %d dense, "
+    if (!CASE("block_select",
+              "%s, head_dim %d, heads %d/%d, n_rot %d, alpha %g, density %g, %d rows at %d, the last %d dense, "
          "%d segments", kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.n_rot, (double)t.alpha, (double)t.density,
          s->segs[0].n, s->len[s->segs[0].seq], t.n_dense, s->n_segs)) return;
     TestCache cache = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
@@ -1917,17 +2025,23 @@ static void select_case(SelectCase t, TestStep *s) {
     s->segs[0].n_dense = t.n_dense;
     const Batch batch = put_batch(s), host = host_batch(s);
     const float *q = floats(n * q_dim, 20 / sqrt(hd), 0);
-    const size_t n_means = (size_t)s->n_segs * t.n_kv_heads * n_blocks * hd, n_scores = (size_t)rows * t.n_heads * n_blocks;
+    const size_t n_means = (size_t)s->n_segs * t.n_kv_heads * n_blocks * hd,
+        n_scores = (size_t)rows * t.n_heads * n_blocks;
     BlockSelect o = { .batch = &host, .cache = &cache.host, .n_heads = t.n_heads, .q = q, .scale = 1, .alpha = t.alpha,
-                      .density = t.density, .means = keep(n_means, sizeof(float)), .scores = keep(n_scores, sizeof(float)),
+                      .density = t.density, .means = keep(n_means, sizeof(float)),
+                      .scores = keep(n_scores, sizeof(float)),
                       .weights = keep(lists * n_blocks, sizeof(float)), .count = keep(2, sizeof(int64_t)),
                       .out = { n_blocks, keep(lists, sizeof(int32_t)), keep(lists * n_blocks, sizeof(int32_t)) } };
     reference_ops()->block_select(&o);
     const int64_t before[2] = { 5, 7 };
     BlockSelect there = o;
-    there.batch = &batch, there.cache = &cache.c, there.q = put_f("q", q, n * q_dim);
-    there.means = room_f("means", n_means), there.scores = room_f("scores", n_scores);
-    there.weights = room_f("weights", lists * n_blocks), there.count = put_changing("count", before, 2, sizeof *before);
+    there.batch = &batch;
+    there.cache = &cache.c;
+    there.q = put_f("q", q, n * q_dim);
+    there.means = room_f("means", n_means);
+    there.scores = room_f("scores", n_scores);
+    there.weights = room_f("weights", lists * n_blocks);
+    there.count = put_changing("count", before, 2, sizeof *before);
     there.out.n = room("list lengths", lists, sizeof(int32_t));
     there.out.block = room("lists", lists * n_blocks, sizeof(int32_t));
     op->block_select(&there);
@@ -1941,8 +2055,10 @@ static void select_case(SelectCase t, TestStep *s) {
     for (int i = 0; i < lists; i++) {
         const RefRowBlock v = ref_row_block(&o, i / t.n_kv_heads * SELECT_ROWS);
         for (int b = 0; b < v.n && !v.all; b++) {
-            const float right = o.weights[i * n_blocks + b], got = w[i * n_blocks + b], bound = on_cpu() ? 1e-4f : 0.03f;
-            CHECK(fabsf(got - right) <= bound * right + 1e-6f, "%s: weight of block %d for list %d: expected %g, got %g", now, b,
+            const float right = o.weights[i * n_blocks + b], got = w[i * n_blocks + b],
+                bound = on_cpu() ? 1e-4f : 0.03f;
+            CHECK(fabsf(got - right) <= bound * right + 1e-6f,
+                  "%s: weight of block %d for list %d: expected %g, got %g", now, b,
                   i, (double)right, (double)got);
         }
         const int n_want = v.all ? -1 : ref_select(&o, &v, w + i * n_blocks, want);
@@ -1951,8 +2067,8 @@ static void select_case(SelectCase t, TestStep *s) {
         want_count[0] += !v.of_prompt ? 0 : v.all ? v.n : n_want;
         want_count[1] += v.of_prompt ? v.n : 0;
     }
-    CHECK(count[0] == want_count[0] && count[1] == want_count[1], "%s: expected %lld blocks of %lld, got %lld of %lld", now,
-          (long long)want_count[0], (long long)want_count[1], (long long)count[0], (long long)count[1]);
+    CHECK(count[0] == want_count[0] && count[1] == want_count[1], "%s: expected %lld blocks of %lld, got %lld of %lld",
+          now, (long long)want_count[0], (long long)want_count[1], (long long)count[0], (long long)count[1]);
     sweep();
 }
 
@@ -1961,46 +2077,51 @@ static void test_block_select(void) {
     for (int k = 0; k < N_KV; k++) {
         const KvType t = kv_types[k];
         memset(s, 0, sizeof *s);
-        add_chain(s, 0, 1000 + 37 * k, 200);           // lengths that are no multiple of anything
+        add_chain(s, 0, 1000 + 37 * k, 200);           // lengths that are not multiples of a tile
         select_case((SelectCase){ t, 512, 4, 1, 1408, 64, 70, 0.3f, 0 }, s);
         select_case((SelectCase){ t, 512, 4, 2, 1408, 0, 0, k % 2 ? 0 : 0.3f, k % 2 ? 0.2f * (float)k : 0 }, s);
     }
-    for (int k = 0; k < 6; k++) {                      // no key before, sessions side by side, a tree among them
+    for (int k = 0; k < 6; k++) {                      // no key before, several sessions, one with a tree
         static const float alphas[] = { 0, 0.02f, 0.5f, 0.999f, 1, 0.1f };
         memset(s, 0, sizeof *s);
         add_chain(s, 0, k % 2 ? 640 : 0, 65 + 61 * k);
         if (k % 3) add_chain(s, 1, 1024, 70 - k);
         if (k % 3 == 2) add_tree(s, 2, 700, 12, 3);
-        select_case((SelectCase){ KV_F16, 64 << k % 4, 3, 3, 1152, k == 3 ? 64 : 0, k == 4 ? 300 : 0, alphas[k], 0 }, s);
+        select_case((SelectCase){ KV_F16, 64 << k % 4, 3, 3, 1152, k == 3 ? 64 : 0, k == 4 ? 300 : 0, alphas[k], 0 },
+                    s);
         select_case((SelectCase){ KV_F32, 128, 8, 1, 1152, 0, 0, 0, (float)(k + 1) / 7 }, s);
     }
     free(s);
 }
 
-// Against the reference; and with one head, attention of the reference is what the shares make of V.
+// Compared with the reference; and with one head, the reference's attention must be the probabilities times V.
 static void mass_case(SelectCase t, TestStep *s) {
     int n_seqs = 0;
     for (int i = 0; i < s->n_segs; i++) n_seqs = max_int(n_seqs, s->segs[i].seq + 1);
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, n_keys = t.slots + 5;
-    if (!CASE("attn_mass", "%s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", kv_names[t.type], hd, t.n_heads,
-         t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs)) return;
+    if (!CASE("attn_mass", "%s, head_dim %d, heads %d/%d, n_rot %d, %d rows at %d, %d segments", kv_names[t.type], hd,
+              t.n_heads, t.n_kv_heads, t.n_rot, n, s->len[s->segs[0].seq], s->n_segs)) return;
     TestCache cache = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
     random_blocks(&cache);
     put_cache(&cache, true);
     const Batch batch = put_batch(s), host = host_batch(s);
     const float *q = floats(n * q_dim, 8 / sqrt(hd), 0), *mass = floats(n * n_keys, 0.01, 0);
     AttnMass o = { .batch = &host, .cache = &cache.host, .n_heads = t.n_heads, .q = q, .scale = 0.7f, .n_keys = n_keys,
-                   .probs = keep((size_t)n * t.n_heads * n_keys, sizeof(float)), .mass = keep(n * n_keys, sizeof(float)) };
+                   .probs = keep((size_t)n * t.n_heads * n_keys, sizeof(float)), .mass = keep(n * n_keys,
+                           sizeof(float)) };
     memcpy(o.mass, mass, (size_t)(n * n_keys) * sizeof *mass);
     reference_ops()->attn_mass(&o);
     AttnMass there = o;
-    there.batch = &batch, there.cache = &cache.c, there.q = put_f("q", q, n * q_dim);
+    there.batch = &batch;
+    there.cache = &cache.c;
+    there.q = put_f("q", q, n * q_dim);
     there.probs = room_f("shares", (size_t)n * t.n_heads * n_keys);
     there.mass = put_changing("mass", mass, n * n_keys, sizeof *mass);
     op->attn_mass(&there);
     const float *got = fetch_f(there.mass, n * n_keys), bound = on_cpu() ? 2e-5f : 2e-4f;
     for (int i = 0; i < n * n_keys; i++)
-        CHECK(fabsf(got[i] - o.mass[i]) <= bound * fabsf(o.mass[i]) + 1e-7f, "%s: key %d of row %d: expected %g, got %g", now,
+        CHECK(fabsf(got[i] - o.mass[i]) <= bound * fabsf(o.mass[i]) + 1e-7f,
+              "%s: key %d of row %d: expected %g, got %g", now,
               i % n_keys, i / n_keys, (double)o.mass[i], (double)got[i]);
     if (t.n_heads == 1 && !t.n_rot && !kv_group(t.type)) {
         const Attend a = { .batch = &host, .cache = &cache.host, .n_heads = 1, .q = q, .own = OWN_CAUSAL, .scale = 0.7f,
@@ -2016,7 +2137,8 @@ static void mass_case(SelectCase t, TestStep *s) {
                 for (int i = 0; i < hd; i++) sum[i] += (double)shares[r * n_keys + j] * v[i];
             }
             for (int i = 0; i < hd; i++)
-                CHECK(fabs(sum[i] - a.out.f[r * hd + i]) < 1e-4, "%s: value %d of row %d: expected attention's %g, got %g", now, i,
+                CHECK(fabs(sum[i] - a.out.f[r * hd + i]) < 1e-4,
+                      "%s: value %d of row %d: expected attention's %g, got %g", now, i,
                       r, (double)a.out.f[r * hd + i], sum[i]);
         }
     }
@@ -2031,7 +2153,7 @@ static void test_attn_mass(void) {
         mass_case((SelectCase){ kv_types[k], 512, 4, 1, 512, 64, 0, 0, 0 }, s);
         mass_case((SelectCase){ kv_types[k], 512, 4, 2, 512, 0, 0, 0, 0 }, s);
     }
-    for (int k = 0; k < 4; k++) {                      // few keys, sessions side by side
+    for (int k = 0; k < 4; k++) {                      // few keys, several sessions
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 63 * k, 1 + k);
         if (k % 2) add_chain(s, 1, 300, 17);
@@ -2068,7 +2190,8 @@ static void test_kv_commit(void) {
             host_list[l] = caches[l].host;
         }
         enum { COUNTED = 2048 };                       // tokens of the counted vocabulary
-        int32_t *counts = keep(MAX_SEGS * COUNTED, sizeof *counts), *want_counts = keep(MAX_SEGS * COUNTED, sizeof *counts);
+        int32_t *counts = keep(MAX_SEGS * COUNTED, sizeof *counts),
+            *want_counts = keep(MAX_SEGS * COUNTED, sizeof *counts);
         for (int i = 0; i < s->n_segs; i++)
             for (int j = 0; j < s->segs[i].n; j++) s->rows[s->segs[i].first + j].token = (int32_t)rnd(COUNTED);
         int32_t n_accept[MAX_SEGS] = { 0 }, *path = keep(MAX_SEGS * STEP_ROWS, sizeof *path), want_len[MAX_SEGS];
@@ -2076,7 +2199,7 @@ static void test_kv_commit(void) {
         for (int i = 0; i < s->n_segs; i++) {
             const Segment *seg = &s->segs[i];
             int on_path = 0;
-            if (seg->kind == SEG_TREE) {               // down to a random leaf, or to its start
+            if (seg->kind == SEG_TREE) {               // the path to a random row, or an empty path
                 const uint64_t ancestors = s->rows[seg->first + seg->n - 1 - (int)rnd((uint32_t)seg->n / 2)].ancestors;
                 for (int j = 0; j < seg->n; j++)
                     if (ancestors >> j & 1) path[i * STEP_ROWS + on_path++] = j;
@@ -2101,11 +2224,12 @@ static void test_kv_commit(void) {
         o.counts = counts_there;
         op->kv_commit(&o);
         if (counts_there)
-            same_ints("counts", fetch(counts_there, MAX_SEGS * COUNTED, sizeof(int32_t)), want_counts, MAX_SEGS * COUNTED);
+            same_ints("counts", fetch(counts_there, MAX_SEGS * COUNTED, sizeof(int32_t)), want_counts,
+                      MAX_SEGS * COUNTED);
         same_ints("len", fetch(batch.len, MAX_SEGS, sizeof(int32_t)), want_len, MAX_SEGS);
         for (int l = 0; l < N_CACHES; l++) {
             TestCache *t = &caches[l];
-            // What rejected rows leave behind is the backend's business.
+            // The contents of rejected rows are unspecified.
             for (int i = 0; i < 4 * s->n_segs * t->c.n_kv_heads; i++) {
                 const int g = i / 4 % t->c.n_kv_heads, a = i / 4 / t->c.n_kv_heads;
                 Cache to = i % 4 < 2 ? t->host : ref_tail(&t->host), from = i % 4 < 2 ? t->c : ref_tail(&t->c);
@@ -2113,8 +2237,10 @@ static void test_kv_commit(void) {
                 const Segment *seg = &s->segs[a];
                 for (int j = n_accept[a]; j < seg->n && to.slots; j++) {
                     const int slot = (s->len[seg->seq] + j) % to.slots;
-                    const size_t bytes = kv_row_bytes(plane->type, plane->dim), scales = kv_scale_bytes(plane->type, plane->dim);
-                    const RefRow here = ref_kv_row(&to, host_plane, seg->seq, g, slot), there = ref_kv_row(&from, plane, seg->seq, g, slot);
+                    const size_t bytes = kv_row_bytes(plane->type, plane->dim),
+                        scales = kv_scale_bytes(plane->type, plane->dim);
+                    const RefRow here = ref_kv_row(&to, host_plane, seg->seq, g, slot),
+                        there = ref_kv_row(&from, plane, seg->seq, g, slot);
                     memcpy(here.data, fetch(there.data, bytes, 1), bytes);
                     if (scales) memcpy(here.scales, fetch(there.scales, scales, 1), scales);
                 }
@@ -2127,7 +2253,8 @@ static void test_kv_commit(void) {
 
 static void test_kv_copy(void) {
     static const struct { int len, n, len_2, n_2; } cases[] = { { 77, 300, 100, 50 }, { 0, 128, 0, 1 },
-                                                                { 0, 129, 1000, 64 }, { 1000, 7, 127, 2 }, { 5, 320, 3, 190 } };
+                                                                { 0, 129, 1000, 64 }, { 1000, 7, 127, 2 },
+                                                                { 5, 320, 3, 190 } };
     for (int i = 0; i < 5 + N_KV; i++) {
         const int k = i % 5;
         const KvType type = kv_types[i % N_KV];
@@ -2157,16 +2284,18 @@ static void test_head_rows(void) {
             const DType type = all_types[t];
             const int vocab = k == 0 ? 100 : k == 1 ? 500 : 33, cols = k == 0 ? 1536 : k == 1 ? 256 : 77;
             const int rows = k == 0 ? 64 : 100;
-            const double cap = k == 1 ? 0 : t % 2 ? 30 : 1.5;      // 1.5: logits of this test's size reach its bend
+            const double cap = k == 1 ? 0 : t % 2 ? 30 : 1.5;      // with 1.5 the cap matters for logits of this test
             if (cols % block_elems(type)) continue;
             if (!CASE("head", "%s (%d, %d), cap %g, hidden %d", type_name(type), vocab, cols, cap, k < 2)) continue;
             Matrix w = matrix(type, 1, vocab, cols);
-            const In in = random_in(rows, cols, k == 0 ? IN_X | IN_DELTA | IN_W_POST | IN_SCALE | IN_W_PRE : IN_X | IN_W_PRE);
+            const In in = random_in(rows, cols, k == 0 ? IN_X | IN_DELTA | IN_W_POST | IN_SCALE | IN_W_PRE
+                                    : IN_X | IN_W_PRE);
             const Input ref = ref_in(&in, rows, cols);
             const In dev = put_in(&in, rows, cols);
             Expect e = expect(rows, vocab);
             const Expect z = product(&w, 0, &ref, 0, rows);
-            reference_ops()->head(&(Head){ .n_rows = rows, .in = ref.in, .w = &w.host, .cap = (float)cap, .logits = e.want });
+            reference_ops()->head(&(Head){ .n_rows = rows, .in = ref.in, .w = &w.host, .cap = (float)cap,
+                                           .logits = e.want });
             for (int i = 0; i < rows * vocab; i++) e.bound[i] = z.bound[i] + (float)(TOL_ACT * cap);
             for (int run = 0; run < n_runs_100; run++) {
                 const Run part = runs_100[run];
@@ -2185,21 +2314,25 @@ static void test_head_rows(void) {
         }
 }
 
-// The k largest logits and their sum, beside whole rows and without them.
+// The k largest logits and logsumexp, with and without all logits.
 static void test_head_top(void) {
-    static const struct { int vocab, top_k; } cases[] = { { 100, 1 }, { 500, 8 }, { 500, 100 }, { 33, 33 }, { 3000, 64 } };
+    static const struct { int vocab, top_k; } cases[] = { { 100, 1 }, { 500, 8 }, { 500, 100 }, { 33, 33 },
+                                                          { 3000, 64 } };
     for (int k = 0; k < 10; k++) {
         const int vocab = cases[k / 2].vocab, top_k = cases[k / 2].top_k, rows = 7, cols = 64, like = vocab / 3;
         const bool whole = k % 2;
         if (!CASE("head", "top-k %d of %d, logits %d", top_k, vocab, whole)) continue;
         float *values = floats((size_t)vocab * cols, 0.5, 0);
-        // ties: some rows are alike; k 6: a row of NaN
-        for (int i = 0; i < 3; i++) memcpy(values + (like + 7 * i) * cols, values + like * cols, (size_t)cols * sizeof *values);
+        // ties: some rows are equal; k 6: a row of NaN
+        for (int i = 0; i < 3; i++)
+            memcpy(values + (like + 7 * i) * cols, values + like * cols, (size_t)cols * sizeof *values);
         if (k == 6) for (int i = 0; i < cols; i++) values[5 * cols + i] = NAN;
-        const Tensor w = { .data = put_f("w", values, vocab * cols), .type = T_F32, .rows = vocab, .cols = cols, .n = 1 };
+        const Tensor w = { .data = put_f("w", values,
+                                         vocab * cols), .type = T_F32, .rows = vocab, .cols = cols, .n = 1 };
         float *x = floats(rows * cols, 1, 0), *norm = floats(cols, 0.2, 1);
         for (int i = 0; i < cols; i++) x[i] = values[like * cols + i];         // row 0: the ties come first
-        const In in = { .x = put_f("x", x, rows * cols), .scale = 1, .w_pre = put_f("w_pre", norm, cols), .eps = 1e-6f };
+        const In in = { .x = put_f("x", x, rows * cols), .scale = 1, .w_pre = put_f("w_pre", norm,
+                cols), .eps = 1e-6f };
         Head o = { .n_rows = rows, .in = in, .w = &w, .cap = 30, .logits = room_f("logits", rows * vocab) };
         op->head(&o);
         const float *logits = fetch_f(o.logits, rows * vocab);
@@ -2237,11 +2370,13 @@ static void test_head(void) {
     test_head_top();
 }
 
-// The head of centroids: scores against the reference; all else follows from these, and from what head makes of the same rows.
-static void head_centroid_case(DType type, DType c_type, int n_centroids, int per, int n_used, int top_k, int cols, int bits) {
+// The head of centroids: compares scores with the reference; the other results must follow from them and from the
+// results of head for the same rows.
+static void head_centroid_case(DType type, DType c_type, int n_centroids, int per, int n_used, int top_k, int cols,
+                               int bits) {
     const int vocab = n_centroids * per, n = n_used * per, rows = 64;
-    if (!CASE("head_centroid", "%s (%d, %d), centroids %s (%d, %d), %d used, top-k %d", type_name(type), vocab, cols, type_name(c_type),
-         n_centroids, cols, n_used, top_k)) return;
+    if (!CASE("head_centroid", "%s (%d, %d), centroids %s (%d, %d), %d used, top-k %d", type_name(type), vocab, cols,
+              type_name(c_type), n_centroids, cols, n_used, top_k)) return;
     Matrix w = random_matrix(type, 1, vocab, cols), c = random_matrix(c_type, 1, n_centroids, cols);
     const size_t w_row = gguf_row_size((int)type, (size_t)cols), c_row = gguf_row_size((int)c_type, (size_t)cols);
     char *w_data = (char *)(uintptr_t)w.host.data, *c_data = (char *)(uintptr_t)c.host.data;
@@ -2257,7 +2392,8 @@ static void head_centroid_case(DType type, DType c_type, int n_centroids, int pe
     for (int i = 0; i < vocab; i++) order[i] = i;
     for (int i = vocab - 1; i > 0; i--) {
         const int j = (int)rnd((uint32_t)i + 1), other = order[i];
-        order[i] = order[j], order[j] = other;
+        order[i] = order[j];
+        order[j] = other;
     }
     const In in = random_in(rows, cols, bits);
     const Input input = ref_in(&in, rows, cols);
@@ -2270,10 +2406,11 @@ static void head_centroid_case(DType type, DType c_type, int n_centroids, int pe
     const float *all = fetch_f(dense, rows * vocab);
     for (int run = 0; run < 7; run++) {
         const Run part = runs_100[run];
-        HeadCentroid o = { .n_rows = part.n, .in = in_from(dev, part.first, cols), .centroids = &c.t, .w = &w.t, .order = order_dev,
+        HeadCentroid o = { .n_rows = part.n, .in = in_from(dev, part.first,
+                                                           cols), .centroids = &c.t, .w = &w.t, .order = order_dev,
                            .n_used = n_used, .hidden = run % 2 ? NULL : room_f("hidden", part.n * cols),
-                           .scores = room_f("scores", part.n * n_centroids), .logits = room_f("logits", part.n * n), .top_k = top_k,
-                           .top_ids = room("top_ids", (size_t)(part.n * top_k), sizeof(int32_t)),
+                           .scores = room_f("scores", part.n * n_centroids), .logits = room_f("logits", part.n * n),
+                           .top_k = top_k, .top_ids = room("top_ids", (size_t)(part.n * top_k), sizeof(int32_t)),
                            .top_logits = room_f("top_logits", part.n * top_k),
                            .logsumexp = run == 1 ? NULL : room_f("logsumexp", part.n) };
         set_threads(part.n);
@@ -2283,18 +2420,21 @@ static void head_centroid_case(DType type, DType c_type, int n_centroids, int pe
         Expect sums = expect(part.n, 1);
         check_rows("scores", &e, scores, part);
         if (o.hidden)
-            compare("hidden", fetch_f(o.hidden, part.n * cols), cols, input.y + part.first * cols, input.y_bound + part.first * cols,
-                    part.n, cols);
+            compare("hidden", fetch_f(o.hidden, part.n * cols), cols, input.y + part.first * cols,
+                    input.y_bound + part.first * cols, part.n, cols);
         for (int r = 0; r < part.n; r++) {
             float *z = keep(n, sizeof *z);
             ref_rank(scores + r * n_centroids, n_centroids);
-            for (int k = n - 1; k >= 0; k--) {         // from the last on: the centroids are in the way
+            for (int k = n - 1; k >= 0; k--) {         // backwards, so that no centroid is overwritten too early
                 const int id = order[ref.tokens[k / per].id * per + k % per];
                 z[k] = all[(part.first + r) * vocab + id];
                 ref.tokens[k] = (RefToken){ .z = isnan(z[k]) ? -INFINITY : z[k], .id = id };
             }
             qsort(ref.tokens, n, sizeof *ref.tokens, ref_compare);
-            for (int k = 0; k < top_k; k++) ids[r * top_k + k] = ref.tokens[k].id, top[r * top_k + k] = ref.tokens[k].z;
+            for (int k = 0; k < top_k; k++) {
+                ids[r * top_k + k] = ref.tokens[k].id;
+                top[r * top_k + k] = ref.tokens[k].z;
+            }
             sums.want[r] = (float)ref_logsumexp(z, n);
             sums.bound[r] = (float)TOL_LOGPROB * fmaxf(1, fabsf(sums.want[r]));
         }
@@ -2311,9 +2451,10 @@ static void head_centroid_case(DType type, DType c_type, int n_centroids, int pe
 static void test_head_centroid(void) {
     static const DType c_types[] = { T_F32, T_BF16, T_F16, T_Q8_0, T_Q6_K };
     for (int t = 0; t < N_TYPES; t++)
-        head_centroid_case(all_types[t], c_types[t % 5], 64, 16, 8, t ? 1 + t * 7 % 128 : 128, 256, t % 2 ? IN_X | IN_W_PRE
+        head_centroid_case(all_types[t], c_types[t % 5], 64, 16, 8, t ? 1 + t * 7 % 128 : 128, 256,
+                           t % 2 ? IN_X | IN_W_PRE
                            : IN_X | IN_DELTA | IN_W_POST | IN_SCALE | IN_W_PRE);
-    head_centroid_case(T_Q6_K, T_BF16, 32, 128, 32, 64, 256, IN_X | IN_W_PRE);         // all of them: what head has
+    head_centroid_case(T_Q6_K, T_BF16, 32, 128, 32, 64, 256, IN_X | IN_W_PRE);         // all centroids: equals head
     head_centroid_case(T_Q8_0, T_F16, 256, 16, 32, 512, 256, IN_X | IN_W_PRE);
     head_centroid_case(T_BF16, T_F32, 300, 3, 5, 15, 1027, IN_X | IN_W_PRE);           // odd sizes
     head_centroid_case(T_Q4_0, T_Q4_0, 7, 1, 3, 1, 1056, IN_X | IN_W_PRE);
@@ -2330,32 +2471,39 @@ static void test_logprob(void) {
         for (int r = 0; r < n; r++) {
             float *z = logits + r * vocab;
             ids[r] = r == 1 ? vocab - 1 : (int32_t)rnd((uint32_t)vocab);
-            if (vocab > 1 && r == 2) for (int i = 0; i < vocab; i += 2) z[i] = -INFINITY, ids[r] = 1;
+            if (vocab > 1 && r == 2) for (int i = 0; i < vocab; i += 2) {
+                z[i] = -INFINITY;
+                ids[r] = 1;
+            }
         }
-        reference_ops()->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = logits, .ids = ids, .out = e.want });
+        reference_ops()->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = logits, .ids = ids,
+                                             .out = e.want });
         for (int r = 0; r < n; r++) e.bound[r] = (float)TOL_LOGPROB * fmaxf(1, fabsf(e.want[r]));
         float *out = room_f("out", n);
         op->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
                                 .ids = put("ids", ids, (size_t)n, sizeof *ids), .out = out });
         compare("out", fetch_f(out, n), 1, e.want, e.bound, n, 1);
-        ids[0] = -1, ids[1] = vocab;
+        ids[0] = -1;
+        ids[1] = vocab;
         op->logprob(&(Logprob){ .n_rows = n, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
                                 .ids = put("ids", ids, (size_t)n, sizeof *ids), .out = out });
         const float *got = fetch_f(out, n);
-        CHECK(isnan(got[0]) && isnan(got[1]), "%s: out: got %g and %g for ids outside the vocabulary, want NaN", now, (double)got[0],
-              (double)got[1]);
+        CHECK(isnan(got[0]) && isnan(got[1]), "%s: out: got %g and %g for ids outside the vocabulary, want NaN", now,
+              (double)got[0], (double)got[1]);
         sweep();
     }
 }
 
-// Rows of a chain, a tree and another session, in a view: greedy, from all, and from the best; masks, bias, counts, ties.
+// Rows of a chain, a tree and another session, in a view: greedy, from all, and from the best; masks, bias, counts,
+// ties.
 static void sample_rows(void) {
     static const SampleParams kinds[] = { { .temperature = 0, .top_p = 1, .repeat = 1 },
                                           { .temperature = -1, .top_k = 5, .top_p = 0.5f, .repeat = 1.2f },
                                           { .temperature = 1, .top_p = 1, .repeat = 1 },
-                                          { .temperature = 1, .top_k = 500, .top_p = 0.95f, .repeat = 1, .presence = 0.5f },
-                                          { .temperature = 1.5f, .top_k = 1500, .top_p = 0.9f, .min_p = 0.05f, .repeat = 1.1f,
-                                            .frequency = 0.1f } };
+                                          { .temperature = 1, .top_k = 500, .top_p = 0.95f, .repeat = 1,
+                                            .presence = 0.5f },
+                                          { .temperature = 1.5f, .top_k = 1500, .top_p = 0.9f, .min_p = 0.05f,
+                                            .repeat = 1.1f, .frequency = 0.1f } };
     enum { N_KINDS = sizeof kinds / sizeof *kinds };
     for (int k = 0; k < 8 * N_KINDS; k++) {
         const int vocab = k / N_KINDS % 2 ? 3000 : 77, words = (vocab + 31) / 32;
@@ -2373,19 +2521,22 @@ static void sample_rows(void) {
         for (int i = 0; i < 3 * vocab; i++) counts[i] = max_int(0, (int)rnd(8) - 5);
         for (int r = 0; r < n; r++) {
             float *z = logits + r * vocab;
-            z[rnd((uint32_t)vocab)] = r % 2 ? 5.0f : 4.0f;         // ties among the largest, also at the ends
+            z[rnd((uint32_t)vocab)] = r % 2 ? 5.0f : 4.0f;         // ties of the largest, also at the ends
             z[rnd((uint32_t)vocab)] = z[vocab - 1] = 5;
             if (r % 3 == 0) z[0] = 5;
             if (r == 4) for (int i = 0; i < vocab; i++) z[i] = i % 2 ? -INFINITY : -7;
             if (r == 5) for (int i = 0; i < vocab; i++) z[i] = -0.5f;
             for (int w = 0; w < words; w++) mask[r * words + w] = rnd(1u << 31) << 1 | rnd(2);
-            if (r == 7) {                                          // one token alone
+            if (r == 7) {                                          // only one token is allowed
                 for (int w = 0; w < words; w++) mask[r * words + w] = 0;
                 mask[r * words + (vocab - 2) / 32] = 1u << ((vocab - 2) % 32);
             }
         }
         SampleParams params[3];
-        for (int i = 0; i < 3; i++) params[i] = kinds[(k + i) % N_KINDS], params[i].seed = (uint64_t)(k + 7 * i);
+        for (int i = 0; i < 3; i++) {
+            params[i] = kinds[(k + i) % N_KINDS];
+            params[i].seed = (uint64_t)(k + 7 * i);
+        }
         const Run run = { first, n - first };
         const Batch all = put_batch(s), batch = batch_from(all, run), host = batch_from(host_batch(s), run);
         int32_t *out = room("out", (size_t)run.n, sizeof(int32_t));
@@ -2413,10 +2564,10 @@ static void sample_refused(void) {
         add_chain(s, 0, 3, n);
         const Batch batch = put_batch(s);
         float *logits = floats(n * vocab, 1, 0);
-        // 3 words a row; bits behind the vocabulary mean nothing
+        // 3 words per row; bits after the vocabulary are ignored
         uint32_t mask[12] = { 0, 0, 1, ~0u, ~1u, ~0u, 0, 0, 0, 4, 0, 0 };
         mask[8] = 1u << 20;
-        logits[vocab + 32] = NAN;                      // row 1, not allowed there, and all the same
+        logits[vocab + 32] = NAN;                      // row 1: the token is masked, but its NaN counts
         const SampleParams params = { .seed = 5, .temperature = (float)k, .top_p = 1, .repeat = 1 };
         int32_t *out = room("out", (size_t)n, sizeof(int32_t));
         op->sample(&(Sample){ .batch = &batch, .vocab = vocab, .logits = put_f("logits", logits, n * vocab),
@@ -2432,7 +2583,7 @@ static void test_sample(void) {
     sample_refused();
 }
 
-// The row that row j of a segment follows: the one that has its ancestors. -1: none.
+// The parent of row j of a segment: the last of its proper ancestors. -1: none.
 static int parent_row(const TestStep *s, const Segment *seg, int j) {
     const Row *rows = s->rows + seg->first;
     if (seg->kind == SEG_CHAIN) return j - 1;
@@ -2441,7 +2592,7 @@ static int parent_row(const TestStep *s, const Segment *seg, int j) {
     return -1;
 }
 
-// A segment of a random kind, and how many of its last rows are kept.
+// A segment of a random kind, and how many of its last rows are output rows.
 static int add_drafts(TestStep *s, int seq) {
     const int kind = (int)rnd(6), n = 1 + (int)rnd(STEP_ROWS), all = rnd(4) ? n : 1 + (int)rnd((uint32_t)n);
     if (kind == 0) add_chain(s, seq, 10, STEP_ROWS + 1 + (int)rnd(30));
@@ -2450,29 +2601,37 @@ static int add_drafts(TestStep *s, int seq) {
     return rnd(8) == 0 ? 0 : kind == 0 ? 1 + (int)rnd(3) : all;
 }
 
-// Segment i's part of what verify_walk says.
-static void walk_by_hand(const TestStep *s, int i, const Row *kept, int n_out, const int32_t *chosen, int32_t *path, int32_t end[3]) {
+// The expected result of verify_walk for segment i.
+static void walk_by_hand(const TestStep *s, int i, const Row *kept, int n_out, const int32_t *chosen, int32_t *path,
+                         int32_t end[3]) {
     const Segment *seg = &s->segs[i];
-    int of_row[STEP_ROWS + 40], n = 0, at = -1, next = seg->n;         // of_row: the kept row that a row is, or -1
+    int of_row[STEP_ROWS + 40], n = 0, at = -1, next = seg->n;         // of_row: the output row of a row, or -1
     for (int j = 0; j < seg->n; j++) of_row[j] = -1;
     for (int k = 0; k < n_out; k++)
         if (kept[k].seg == i) of_row[kept[k].index] = k;
-    while (n < seg->n && of_row[n] < 0) path[n] = n, n++;
+    while (n < seg->n && of_row[n] < 0) {
+        path[n] = n;
+        n++;
+    }
     if (n < seg->n) next = n;
     while (next < seg->n) {
         path[n++] = next;
         at = of_row[next];
         for (next = 0; next < seg->n; next++)
-            if (parent_row(s, seg, next) == kept[at].index && chosen[at] != -1 && s->rows[seg->first + next].token == chosen[at]) break;
+            if (parent_row(s, seg, next) == kept[at].index && chosen[at] != -1 &&
+                s->rows[seg->first + next].token == chosen[at]) break;
     }
-    end[0] = n, end[1] = at, end[2] = at < 0 ? 0 : chosen[at];
+    end[0] = n;
+    end[1] = at;
+    end[2] = at < 0 ? 0 : chosen[at];
 }
 
 static void test_verify_walk(void) {
     for (int k = 0; k < 200; k++) {
         TestStep *s = keep(1, sizeof *s);
         Row *kept = keep(MAX_SEGS * STEP_ROWS, sizeof *kept);
-        int32_t *chosen = keep(MAX_SEGS * STEP_ROWS, sizeof *chosen), *want_path = keep(MAX_SEGS * STEP_ROWS + 40, sizeof *want_path);
+        int32_t *chosen = keep(MAX_SEGS * STEP_ROWS, sizeof *chosen),
+            *want_path = keep(MAX_SEGS * STEP_ROWS + 40, sizeof *want_path);
         const int n_segs = 1 + k % MAX_SEGS;
         int n_out = 0, n_trees = 0;
         for (int i = 0; i < n_segs; i++) {
@@ -2481,7 +2640,7 @@ static void test_verify_walk(void) {
             n_trees += seg->kind == SEG_TREE;
             for (int j = 0; j < seg->n; j++) s->rows[seg->first + j].token = (int32_t)rnd(4) - 1;
             for (int j = seg->n - n; j < seg->n; j++) {
-                const int child = j + 1 + (int)rnd(3);                 // most choices are what some row behind has
+                const int child = j + 1 + (int)rnd(3);                 // most sampled tokens are those of a later row
                 chosen[n_out] = child < seg->n && rnd(8) ? s->rows[seg->first + child].token : (int32_t)rnd(4) - 1;
                 kept[n_out] = s->rows[seg->first + j];
                 kept[n_out++].token = 0;
@@ -2493,11 +2652,12 @@ static void test_verify_walk(void) {
                          .n_out = n_out, .chosen = n_out ? put("chosen", chosen, (size_t)n_out, sizeof *chosen) : NULL,
                          .n_accept = room("n_accept", (size_t)n_segs, sizeof(int32_t)),
                          .path = n_trees ? room("path", (size_t)n_segs * STEP_ROWS, sizeof(int32_t)) : NULL,
-                         .last = room("last", (size_t)n_segs, sizeof(int32_t)), .next = room("next", (size_t)n_segs, sizeof(int32_t)) };
+                         .last = room("last", (size_t)n_segs, sizeof(int32_t)), .next = room("next", (size_t)n_segs,
+                                 sizeof(int32_t)) };
         op->verify_walk(&o);
         const int32_t *path = n_trees ? fetch(o.path, (size_t)n_segs * STEP_ROWS, sizeof(int32_t)) : NULL;
-        const int32_t *got[3] = { fetch(o.n_accept, (size_t)n_segs, sizeof(int32_t)), fetch(o.last, (size_t)n_segs, sizeof(int32_t)),
-                                  fetch(o.next, (size_t)n_segs, sizeof(int32_t)) };
+        const int32_t *got[3] = { fetch(o.n_accept, (size_t)n_segs, sizeof(int32_t)), fetch(o.last, (size_t)n_segs,
+                sizeof(int32_t)), fetch(o.next, (size_t)n_segs, sizeof(int32_t)) };
         for (int i = 0; i < n_segs; i++) {
             int32_t want[3];
             walk_by_hand(s, i, kept, n_out, chosen, want_path, want);
@@ -2505,7 +2665,7 @@ static void test_verify_walk(void) {
             same_ints("last", &got[1][i], &want[1], 1);
             same_ints("next", &got[2][i], &want[2], 1);
             const bool tree = s->segs[i].kind == SEG_TREE;
-            for (int j = 0; !tree && j < STEP_ROWS; j++) want_path[j] = -1;            // as it was
+            for (int j = 0; !tree && j < STEP_ROWS; j++) want_path[j] = -1;            // unchanged
             if (path) same_ints("path", path + i * STEP_ROWS, want_path, tree ? want[0] : STEP_ROWS);
         }
         sweep();
@@ -2514,7 +2674,7 @@ static void test_verify_walk(void) {
 
 // ---- all ------------------------------------------------------------------------------------------------------------
 
-// only: names of operations, NULL after the last; none: all.
+// only: names of the operations to test, NULL after the last; none: all.
 static void run_all(const Ops *table, char **only) {
     op = table;
     const Limits lim = { .max_rows = MAX_STEP, .max_cols = 10752, .max_experts = 8, .vocab = 4096 };
@@ -2524,7 +2684,8 @@ static void run_all(const Ops *table, char **only) {
     op->memory(&free_bytes, &total);
     CHECK(total && free_bytes <= total, "%s memory: got %zu bytes free of %zu", op->name, free_bytes, total);
     const struct { const char *name; bool filled; void (*test)(void); } tests[] = {
-        { "embed", op->embed, test_embed }, { "ple_rows", op->ple_rows, test_ple_rows }, { "matmul", op->matmul, test_matmul },
+        { "embed", op->embed, test_embed }, { "ple_rows", op->ple_rows, test_ple_rows },
+        { "matmul", op->matmul, test_matmul },
         { "route", op->route, test_route }, { "gate_up", op->gate_up, test_gate_up },
         { "expert_gate_up", op->expert_gate_up, test_expert_gate_up },
         { "expert_down", op->expert_down, test_expert_down }, { "ple_inject", op->ple_inject, test_ple_inject },
@@ -2533,7 +2694,8 @@ static void run_all(const Ops *table, char **only) {
         { "block_select", op->block_select, test_block_select }, { "attn_mass", op->attn_mass, test_attn_mass },
         { "attend", op->attend, test_attend },
         { "kv_commit", op->kv_commit, test_kv_commit }, { "kv_copy", op->kv_copy, test_kv_copy },
-        { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob }, { "sample", op->sample, test_sample },
+        { "head", op->head, test_head }, { "logprob", op->logprob, test_logprob },
+        { "sample", op->sample, test_sample },
         { "verify_walk", op->verify_walk, test_verify_walk },
         { "head_centroid", op->head_centroid, test_head_centroid },
         { "pair", op->pair, test_pair }
@@ -2544,7 +2706,7 @@ static void run_all(const Ops *table, char **only) {
         bool wanted = !*only;
         for (char **name = only; *name; name++) wanted |= strcmp(*name, tests[i].name) == 0;
         if (!wanted) continue;
-        random_state = i + 1, n_cases = 0;             // a test gives the same numbers whichever others run
+        random_state = i + 1, n_cases = 0;             // so that each test's random numbers do not depend on the others
         snprintf(why, sizeof why, "%s has no %s", op->name, tests[i].name);
         if (tests[i].filled) tests[i].test();
         else SKIP(why);
@@ -2552,8 +2714,8 @@ static void run_all(const Ops *table, char **only) {
     }
 }
 
-// Every item of a job is done once, whatever the number of items, threads and the size of a piece, and before parallel()
-// returns; also in a child process, which has no threads to help it.
+// parallel() processes every item of a job exactly once, before it returns, for any number of items and threads and any
+// size of pieces; also in a child process, which has no other threads.
 static int item_done[1000];
 
 static void do_items(const void *task, int first, int end) {
@@ -2568,7 +2730,8 @@ static void test_parallel(void) {
         parallel(n, step, do_items, &one);
         int bad = 0;
         for (int i = 0; i < 1000; i++) bad += item_done[i] != (i < n);
-        if (bad || job % 100 == 0) CHECK(!bad, "parallel: job %d of %d items in pieces of %d: %d done wrongly", job, n, step, bad);
+        if (bad || job % 100 == 0)
+            CHECK(!bad, "parallel: job %d of %d items in pieces of %d: %d done wrongly", job, n, step, bad);
     }
     use_threads(3);
     const pid_t child = fork();
@@ -2580,7 +2743,8 @@ static void test_parallel(void) {
         _exit(0);
     }
     int status = 1;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child && !status, "parallel: in a child process: status %d", status);
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && !status, "parallel: in a child process: status %d",
+          status);
 }
 
 int main(int argc, char **argv) {

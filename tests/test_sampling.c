@@ -1,17 +1,18 @@
-/* test_sampling.c - the sample operation, what counts as seen, and stop strings.
+/* test_sampling.c - the sample operation, the token counts of penalties, and stop strings.
  *
- *   distribution   the reference: draws over many positions and seeds against a sampler in double that shares nothing with
- *                  gemma4.h, by chi-square, for every stage alone and together. Seeds are fixed, so a passing test stays passing
- *   choice         every backend, token for token, against the reference
- *   spread         what may go wrong where a row is divided among threads
+ *   distribution   the reference: samples over many positions and seeds compared, by chi-square, with a sampler in
+ *                  double that shares no code with gemma4.h, for every step alone and together. Seeds are fixed, so the
+ *                  test is deterministic
+ *   choice         every backend against the reference, token by token
+ *   spread         rows that are divided among many threads
  *   edges          ties, NaN, infinities, empty masks, extreme parameters, odd vocabularies
  *   seen           penalties with ancestors in chains and trees, counts over many steps with rejected rows
- *   position       the same text whether rows come one by one or as drafts of one step
- *   stop strings   against a plain search, however the text is cut
+ *   position       the same text whether rows are in separate steps or are drafts in one step
+ *   stop strings   compared with a plain search, for any division of the text
  *
- * All but the first and the last take any table of operations. TEST_TIMES=1 prints the time of one row of 262144 logits.
- * Arguments: -cuda for the CUDA backend only, -cuda -few for a fifteenth of choice, edges and spread; then which of distribution
- * (not with -cuda), choice, edges, spread, seen, position; none: all. */
+ * All tests except the first and the last run with any backend. TEST_TIMES=1 prints the time of one row of 262144
+ * logits. Arguments: -cuda for the CUDA backend only, -cuda -few for a fifteenth of choice, edges and spread; then the
+ * tests to run: distribution (not with -cuda), choice, edges, spread, seen, position; none: all. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -59,10 +60,10 @@ static double normal(void) {
 
 // ---- a step of rows -------------------------------------------------------------------------------------------------
 
-typedef struct {                        // one session or several, rows without attention
+typedef struct {                        // one or several sessions, rows without attention
     Row     rows[MAX_ROWS];
     Segment segs[4];
-    int32_t parent[MAX_ROWS];           // row of the step that a row follows, -1
+    int32_t parent[MAX_ROWS];           // the parent row in the step, or -1
     int     n_rows, n_segs;
 } TestStep;
 
@@ -85,7 +86,7 @@ typedef struct {
     const char  *name;
     int          vocab;
     bool         mask, bias;
-    int          seen;                  // tokens id % 3 == 1 were seen up to this many times
+    int          seen;                  // tokens id % 3 == 1 occurred up to this many times
     SampleParams p;
 } Case;
 
@@ -102,16 +103,18 @@ static const Case cases[] = {
     { "repeat 0.7", 40, false, false, 3, { .temperature = 1, .top_p = 1, .repeat = 0.7f } },
     { "presence 0.9", 40, false, false, 3, { .temperature = 1, .top_p = 1, .repeat = 1, .presence = 0.9f } },
     { "frequency 0.5", 40, false, false, 3, { .temperature = 1, .top_p = 1, .repeat = 1, .frequency = 0.5f } },
-    { "penalties", 40, false, false, 4, { .temperature = 1, .top_p = 1, .repeat = 1.2f, .presence = 0.3f, .frequency = -0.2f } },
+    { "penalties", 40, false, false, 4, { .temperature = 1, .top_p = 1, .repeat = 1.2f, .presence = 0.3f,
+                                          .frequency = -0.2f } },
     { "Gemma's", 100, false, false, 0, { .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1 } },
     { "top-k before top-p", 60, false, false, 0, { .temperature = 2, .top_k = 8, .top_p = 0.7f, .repeat = 1 } },
     { "temperature before top-p", 60, false, false, 0, { .temperature = 3, .top_p = 0.6f, .repeat = 1 } },
     { "temperature before min-p", 60, false, false, 0, { .temperature = 3, .top_p = 1, .min_p = 0.3f, .repeat = 1 } },
     { "everything", 90, true, true, 3,
-      { .temperature = 1.3f, .top_k = 30, .top_p = 0.9f, .min_p = 0.05f, .repeat = 1.1f, .presence = 0.2f, .frequency = 0.1f } },
+      { .temperature = 1.3f, .top_k = 30, .top_p = 0.9f, .min_p = 0.05f, .repeat = 1.1f, .presence = 0.2f,
+        .frequency = 0.1f } },
 };
 
-// The probability of every token, in double and by the plainest means: a token's place is the number of better ones.
+// The probability of every token, in double and as simple as possible: a token's rank is the number of better tokens.
 static void ref_probabilities(double *out, const Case *c, const float *logits, const uint32_t *mask, const float *bias,
                               const int32_t *counts) {
     const SampleParams *p = &c->p;
@@ -136,7 +139,8 @@ static void ref_probabilities(double *out, const Case *c, const float *logits, c
     for (int i = 0; i < c->vocab; i++) {
         double before = 0;
         for (int j = 0; j < c->vocab; j++) before += place[j] < place[i] ? w[j] : 0;
-        CHECK(p->top_p >= 1 || fabs(before / total - (double)p->top_p) > 1e-5, "%s: token %d lies on the edge of top-p", c->name, i);
+        CHECK(p->top_p >= 1 || fabs(before / total - (double)p->top_p) > 1e-5, "%s: token %d lies on the edge of top-p",
+              c->name, i);
         const bool stays = (before < (double)p->top_p * total || p->top_p >= 1) && w[i] >= (double)p->min_p * largest;
         left += out[i] = stays ? w[i] : 0;
     }
@@ -144,7 +148,7 @@ static void ref_probabilities(double *out, const Case *c, const float *logits, c
 }
 
 #ifndef EMULATED
-#define EMULATED 0                                     // 1: CUDA is carried out by the CPU, where a call takes long
+#define EMULATED 0                                     // 1: the CPU executes CUDA code, where a call is slow
 #endif
 
 static void test_distribution(void) {
@@ -170,10 +174,13 @@ static void test_distribution(void) {
                 memcpy(logits + (size_t)r * vocab, row, (size_t)vocab * sizeof *row);
                 memcpy(mask + (size_t)r * words, mask, (size_t)words * sizeof *mask);
             }
-            // A row's own token counts as seen: take away one of a token that was.
+            // A row's own token counts, so subtract one from its count.
             TestStep s = { 0 };
             add_rows(&s, 0, n, true);
-            for (int r = 0; r < n; r++) s.rows[r].ancestors = (uint64_t)1 << r, s.rows[r].token = 1;
+            for (int r = 0; r < n; r++) {
+                s.rows[r].ancestors = (uint64_t)1 << r;
+                s.rows[r].token = 1;
+            }
             if (c->seen) counts[1]--;
             const Batch b = { .rows = put(s.rows, (size_t)n, sizeof *s.rows), .segs = put(s.segs, 1, sizeof *s.segs),
                               .len = put(NULL, 1, sizeof(int32_t)), .n_rows = n, .n_segs = 1 };
@@ -199,10 +206,12 @@ static void test_distribution(void) {
                     else if (!outside++) first_bad = got[r];
                 }
             }
-            CHECK(!outside, "%s: got token %d, which cannot be drawn, %d of %d times, want 0", c->name, first_bad, outside, calls * n);
+            CHECK(!outside, "%s: got token %d, which cannot be drawn, %d of %d times, want 0", c->name, first_bad,
+                  outside, calls * n);
             int bins;
             const double chi = chi_square(drawn, p, vocab, calls * n, &bins);
-            CHECK(bins > 1 && chi <= chi_limit(bins - 1), "%s, many %s: chi-square of %d draws over %d tokens: got %.1f, want at most %.1f",
+            CHECK(bins > 1 && chi <= chi_limit(bins - 1),
+                  "%s, many %s: chi-square of %d draws over %d tokens: got %.1f, want at most %.1f",
                   c->name, by_seed ? "seeds" : "positions", calls * n, bins, chi, chi_limit(bins - 1));
             release_all();
             free(logits);
@@ -212,31 +221,31 @@ static void test_distribution(void) {
 
 // ---- 2. choice ------------------------------------------------------------------------------------------------------
 
-// The reference's choice for a row at position pos, nothing seen in the step. mask, bias and counts may be NULL.
-static int32_t ref_choice(const float *logits, int vocab, const uint32_t *mask, const float *bias, const int32_t *counts,
-                          const SampleParams *p, int32_t pos) {
+// The reference's token for a row at position pos, in a step without other rows. mask, bias and counts may be NULL.
+static int32_t ref_choice(const float *logits, int vocab, const uint32_t *mask, const float *bias,
+                          const int32_t *counts, const SampleParams *p, int32_t pos) {
     const Row row = { .index = -1 };
     const Segment seg = { .n = 1 };
     const Batch b = { .rows = &row, .segs = &seg, .len = &pos, .n_rows = 1, .n_segs = 1 };
     int32_t choice;
-    reference_ops()->sample(&(Sample){ .batch = &b, .vocab = vocab, .logits = logits, .params = p, .mask = mask, .bias = bias,
-                                       .counts = counts, .step_rows = &row, .out = &choice });
+    reference_ops()->sample(&(Sample){ .batch = &b, .vocab = vocab, .logits = logits, .params = p, .mask = mask,
+                                       .bias = bias, .counts = counts, .step_rows = &row, .out = &choice });
     return choice;
 }
 
-// The same of the backend that is tested.
+// The same for the tested backend.
 static int32_t choose(const float *logits, int vocab, const uint32_t *mask, const float *bias, const int32_t *counts,
                       SampleParams p, int32_t pos) {
     const Row row = { .token = vocab - 1 };
     const Segment seg = { .n = 1 };
     int32_t got, *less = NULL;
-    if (counts) {                                      // the row's own token is seen once more: take that away
+    if (counts) {                                      // the row's own token counts once more: subtract it
         less = alloc_or_die((size_t)vocab, sizeof *less);
         memcpy(less, counts, (size_t)vocab * sizeof *less);
         less[vocab - 1]--;
     }
-    const Batch b = { .rows = put(&row, 1, sizeof row), .segs = put(&seg, 1, sizeof seg), .len = put(&pos, 1, sizeof pos),
-                      .n_rows = 1, .n_segs = 1 };
+    const Batch b = { .rows = put(&row, 1, sizeof row), .segs = put(&seg, 1, sizeof seg), .len = put(&pos, 1,
+            sizeof pos), .n_rows = 1, .n_segs = 1 };
     int32_t *out = put(NULL, 1, sizeof *out);
     op->sample(&(Sample){ .batch = &b, .vocab = vocab, .logits = put(logits, (size_t)vocab, sizeof *logits),
                           .params = put(&p, 1, sizeof p), .out = out,
@@ -250,12 +259,13 @@ static int32_t choose(const float *logits, int vocab, const uint32_t *mask, cons
     return got;
 }
 
-static int shares = 1;                                 // 15: a fifteenth of the runs will do
+static int shares = 1;                                 // 15: only a fifteenth of the runs
 static int fewer(int runs) { return runs >= shares ? runs / shares : 1; }
 
 static void test_choice(void) {
     static const int sizes[] = { 1, 2, 31, 32, 33, 100, 1000, 5003, BIG };
-    static const char *const shapes[] = { "normal", "peaked", "five levels", "equal", "rising", "falling", "organ pipe" };
+    static const char *const shapes[] = { "normal", "peaked", "five levels", "equal", "rising", "falling",
+                                          "organ pipe" };
     float *z = alloc_or_die(BIG, sizeof *z), *bias = alloc_or_die(BIG, sizeof *bias);
     int32_t *counts = alloc_or_die(BIG, sizeof *counts);
     uint32_t *mask = alloc_or_die(BIG / 32, sizeof *mask);
@@ -263,7 +273,8 @@ static void test_choice(void) {
         for (int shape = 0; shape < 7; shape++) {
             const int vocab = sizes[k];
             for (int i = 0; i < vocab; i++) {
-                z[i] = shape == 0 ? (float)normal() : shape == 1 ? (float)(4 * normal()) : shape == 2 ? (float)rnd(5) - 2 : shape == 3 ? 0.5f :
+                z[i] = shape == 0 ? (float)normal() : shape == 1 ? (float)(4 * normal()) : shape == 2
+                    ? (float)rnd(5) - 2 : shape == 3 ? 0.5f :
                        shape == 4 ? (float)i / (float)vocab : shape == 5 ? -(float)i / (float)vocab :
                        (float)(i < vocab / 2 ? i : vocab - i) / (float)vocab;
                 if (shape == 2 && z[i] == 0 && rnd(2)) z[i] = -0.0f;
@@ -283,11 +294,14 @@ static void test_choice(void) {
                                          .top_p = top_p[rnd(5)], .min_p = min_p[rnd(4)], .repeat = rnd(2) ? 1 : 1.3f,
                                          .presence = rnd(2) ? 0 : 0.4f, .frequency = rnd(2) ? 0 : 0.1f };
                 const int pos = (int)rnd(100000);
-                const int32_t want = ref_choice(z, vocab, masked ? mask : NULL, biased ? bias : NULL, counted ? counts : NULL, &p, pos);
-                const int32_t got = choose(z, vocab, masked ? mask : NULL, biased ? bias : NULL, counted ? counts : NULL, p, pos);
+                const int32_t want = ref_choice(z, vocab, masked ? mask : NULL, biased ? bias : NULL,
+                                                counted ? counts : NULL, &p, pos);
+                const int32_t got = choose(z, vocab, masked ? mask : NULL, biased ? bias : NULL,
+                                           counted ? counts : NULL, p, pos);
                 n++;
                 if (got != want && !bad++)
-                    snprintf(first, sizeof first, "temperature %g, top-k %d, top-p %g, min-p %g: got %d, want %d", (double)p.temperature,
+                    snprintf(first, sizeof first, "temperature %g, top-k %d, top-p %g, min-p %g: got %d, want %d",
+                             (double)p.temperature,
                              (int)p.top_k, (double)p.top_p, (double)p.min_p, (int)got, (int)want);
             }
             CHECK(!bad, "%d logits, %s: %d of %d choices differ, the first: %s", vocab, shapes[shape], bad, n, first);
@@ -298,12 +312,14 @@ static void test_choice(void) {
     free(mask);
 }
 
-// Where a backend that spreads a row over many threads may slip: the ends, equal logits on both sides of every border,
-// good tokens that crowd together, masks that leave few, and every top-k around the sizes that get a path of their own.
+// Difficult cases for a backend that divides a row among many threads: the ends, equal logits on both sides of every
+// border, good tokens next to each other, masks with few tokens, and every top-k near the sizes at which code paths
+// change.
 static void test_spread(void) {
     static const int sizes[] = { 127, 129, 1025, 4099, 20001, BIG };
     static const int top_k[] = { 1, 2, 63, 64, 65, 128, 511, 512, 513, 1023, 1024, 1025, 5000, 0 };
-    static const char *const shapes[] = { "equal", "all -Inf", "one above -Inf", "NaN first", "NaN last", "equal at borders", "crowd",
+    static const char *const shapes[] = { "equal", "all -Inf", "one above -Inf", "NaN first", "NaN last",
+                                          "equal at borders", "crowd",
                                           "rising", "one +Inf" };
     float *z = alloc_or_die(BIG, sizeof *z);
     uint32_t *mask = alloc_or_die(BIG / 32, sizeof *mask);
@@ -323,7 +339,7 @@ static void test_spread(void) {
             int bad = 0, n = 0;
             char first[200] = "";
             for (int run = 0; run < fewer(vocab == BIG ? 4 : 40); run++) {
-                const int masked = (int)rnd(4);        // all; few; a run of neighbours; all but one
+                const int masked = (int)rnd(4);        // none; most; all but some neighbours; all but one
                 memset(mask, masked == 3 ? 0xff : 0, (size_t)words * sizeof *mask);
                 for (int i = masked == 1 ? (int)rnd(4) : 0; i > 0; i--) {
                     const uint32_t t = rnd((uint32_t)vocab);
@@ -331,28 +347,30 @@ static void test_spread(void) {
                 }
                 for (int i = words / 3; masked == 2 && i < min_int(words, words / 3 + 60); i++) mask[i] = ~0u;
                 if (masked == 3) mask[rnd((uint32_t)words)] ^= 1u << rnd(32);
-                const SampleParams p = { .seed = rnd(1000), .temperature = rnd(8) ? 1 : 1e30f, .top_k = top_k[rnd(14)], .repeat = 1,
-                                         .top_p = rnd(2) ? 0.95f : 1, .min_p = rnd(4) ? 0 : 1e-4f };
+                const SampleParams p = { .seed = rnd(1000), .temperature = rnd(8) ? 1 : 1e30f, .top_k = top_k[rnd(14)],
+                                         .repeat = 1, .top_p = rnd(2) ? 0.95f : 1, .min_p = rnd(4) ? 0 : 1e-4f };
                 const int pos = (int)rnd(100000);
                 const int32_t want = ref_choice(z, vocab, masked ? mask : NULL, NULL, NULL, &p, pos);
                 const int32_t got = choose(z, vocab, masked ? mask : NULL, NULL, NULL, p, pos);
                 n++;
                 if (got != want && !bad++)
-                    snprintf(first, sizeof first, "mask %d, temperature %g, top-k %d, top-p %g, min-p %g: got %d, want %d", masked,
+                    snprintf(first, sizeof first,
+                             "mask %d, temperature %g, top-k %d, top-p %g, min-p %g: got %d, want %d", masked,
                              (double)p.temperature, (int)p.top_k, (double)p.top_p, (double)p.min_p, (int)got, (int)want);
             }
-            CHECK(!bad, "spread: %d logits, %s: %d of %d choices differ, the first: %s", vocab, shapes[shape], bad, n, first);
+            CHECK(!bad, "spread: %d logits, %s: %d of %d choices differ, the first: %s", vocab, shapes[shape], bad, n,
+                  first);
         }
     free(z);
     free(mask);
 }
 
-// The whole numbers that weights are made of.
+// The integer weights of tokens.
 static void test_weights(void) {
     double worst = 0;
     int rises = 0;
     uint64_t last = SAMPLE_ONE;
-    for (int i = 0; i <= 400000; i++) {                // whole halvings lie among them
+    for (int i = 0; i <= 400000; i++) {                // exact powers of 1/2 are among them
         const float z = -(float)i / 16384;
         const uint64_t w = sample_weight(z, 0, 1);
         const double want = ldexp(exp2((double)z), 39);
@@ -362,38 +380,53 @@ static void test_weights(void) {
     }
     CHECK(worst <= 1, "weights: off by %g of 1e-8 and 1", worst);
     CHECK(!rises, "weights: %d rise", rises);
-    CHECK(sample_weight(-3, -3, 5) == SAMPLE_ONE && sample_weight(-INFINITY, 1, 1) == 0 && sample_weight(0, 1, INFINITY) == 0 &&
-          sample_weight(INFINITY, INFINITY, 1) == SAMPLE_ONE && sample_weight(0, INFINITY, 1) == 0 && sample_weight(0, 1, 0) == SAMPLE_ONE &&
+    CHECK(sample_weight(-3, -3, 5) == SAMPLE_ONE && sample_weight(-INFINITY, 1, 1) == 0 &&
+          sample_weight(0, 1, INFINITY) == 0 &&
+          sample_weight(INFINITY, INFINITY, 1) == SAMPLE_ONE && sample_weight(0, INFINITY, 1) == 0 &&
+              sample_weight(0, 1, 0) == SAMPLE_ONE &&
           sample_weight(0, 40, 1) == 0 && sample_weight(0, 39, 1) == 1, "weights: an extreme is wrong");
     const uint64_t total = (uint64_t)0x7fffffffffffffff;
-    CHECK(sample_share(total, 0) == 0 && sample_share(total, -1) == 0 && sample_share(total, 1) == total && sample_share(total, 2) == total &&
-          sample_share(total, NAN) == total && sample_share(total, 0.5f) == total / 2 && sample_share(1000, 0.25f) == 250 &&
-          sample_share(7, 0.5f) == 3 && sample_share(total, 16777215.0f / 16777216.0f) == total - (total >> 24) - 1, "share: an extreme is wrong");
+    CHECK(sample_share(total, 0) == 0 && sample_share(total, -1) == 0 && sample_share(total, 1) == total &&
+          sample_share(total, 2) == total &&
+          sample_share(total, NAN) == total && sample_share(total, 0.5f) == total / 2 &&
+              sample_share(1000, 0.25f) == 250 &&
+          sample_share(7, 0.5f) == 3 && sample_share(total,
+                                                     16777215.0f / 16777216.0f) == total - (total >> 24) - 1, "share: an extreme is wrong");
     const SampleParams p = { .repeat = 2, .presence = 0.5f, .frequency = 0.25f };
-    CHECK(sample_penalised(3, 2, &p) == 0.5f && sample_penalised(-3, 1, &p) == -6.75f && sample_penalised(0, 4, &p) == -1.5f &&
+    CHECK(sample_penalised(3, 2, &p) == 0.5f && sample_penalised(-3, 1, &p) == -6.75f &&
+          sample_penalised(0, 4, &p) == -1.5f &&
           sample_penalised(-INFINITY, 1, &p) == -INFINITY, "penalties: a value is wrong");
 }
 
 // ---- 3. edges -------------------------------------------------------------------------------------------------------
 
-static void edge(const char *name, const float *z, int vocab, const uint32_t *mask, const float *bias, SampleParams p, int32_t want) {
+static void edge(const char *name, const float *z, int vocab, const uint32_t *mask, const float *bias, SampleParams p,
+                 int32_t want) {
     if (!p.repeat) p.repeat = 1;
     const int n = fewer(50);
     int bad = 0;
     int32_t got = 0;
     for (int pos = 0; pos < n; pos++) {
         const int32_t one = choose(z, vocab, mask, bias, NULL, p, pos);
-        if (one != want) bad++, got = one;
+        if (one != want) {
+            bad++;
+            got = one;
+        }
     }
     CHECK(!bad, "%s: got %d, want %d, %d of %d times", name, (int)got, (int)want, bad, n);
 }
 
 static void test_edges(void) {
-    const SampleParams plain = { .temperature = 1, .top_p = 1 }, gemma = { .temperature = 1, .top_k = 64, .top_p = 0.95f };
+    const SampleParams plain = { .temperature = 1, .top_p = 1 },
+    gemma = { .temperature = 1, .top_k = 64, .top_p = 0.95f };
     SampleParams p;
     float z[77], bias[77];
-    for (int i = 0; i < 77; i++) z[i] = (float)(i % 10), bias[i] = 0;
-    const uint32_t none[3] = { 0, 0, 0xffffe000 }, one[3] = { 0, 0, 1u << 12 }, two[3] = { 1u << 9, 1u << 7, 0 };  // 76; 9 and 39
+    for (int i = 0; i < 77; i++) {
+        z[i] = (float)(i % 10);
+        bias[i] = 0;
+    }
+    // 76; 9 and 39
+    const uint32_t none[3] = { 0, 0, 0xffffe000 }, one[3] = { 0, 0, 1u << 12 }, two[3] = { 1u << 9, 1u << 7, 0 };
     edge("temperature 0: the first of the best", z, 77, NULL, NULL, (SampleParams){ .temperature = 0, .top_p = 1 }, 9);
     edge("temperature -1", z, 77, NULL, NULL, (SampleParams){ .temperature = -1, .top_k = 3, .top_p = 0 }, 9);
     edge("top-k 1", z, 77, NULL, NULL, (SampleParams){ .temperature = 1e30f, .top_k = 1, .top_p = 1 }, 9);
@@ -407,13 +440,15 @@ static void test_edges(void) {
     edge("a bias of -Inf", z, 77, two, bias, plain, 39);
     bias[9] = -1e30f;
     edge("a very low bias", z, 77, two, bias, plain, 39);
-    bias[9] = 0, bias[39] = 1e30f;
+    bias[9] = 0;
+    bias[39] = 1e30f;
     edge("a very high bias", z, 77, NULL, bias, plain, 39);
     edge("a very high bias, masked out", z, 77, one, bias, plain, 76);
     bias[39] = 0;
     z[5] = 9.001f;
     edge("a tiny temperature", z, 77, NULL, NULL, (SampleParams){ .temperature = 1e-6f, .top_p = 1 }, 5);
-    edge("a temperature whose inverse overflows", z, 77, NULL, NULL, (SampleParams){ .temperature = 1e-40f, .top_p = 1 }, 5);
+    edge("a temperature whose inverse overflows", z, 77, NULL, NULL,
+         (SampleParams){ .temperature = 1e-40f, .top_p = 1 }, 5);
     edge("min-p 1", z, 77, NULL, NULL, (SampleParams){ .temperature = 1, .top_p = 1, .min_p = 1 }, 5);
     edge("min-p above 1", z, 77, NULL, NULL, (SampleParams){ .temperature = 1, .top_p = 1, .min_p = 7 }, 5);
     z[6] = INFINITY;
@@ -428,9 +463,10 @@ static void test_edges(void) {
     edge("all but one -Inf", z, 77, NULL, NULL, (SampleParams){ .temperature = 1e30f, .top_p = 1 }, 70);
     edge("a vocabulary of one", z + 70, 1, NULL, NULL, gemma, 0);
     edge("a vocabulary of one, all -Inf", z, 1, NULL, NULL, gemma, -1);
-    edge("top-k above the vocabulary", z, 77, NULL, NULL, (SampleParams){ .temperature = 1, .top_k = INT32_MAX, .top_p = 1 }, 70);
+    edge("top-k above the vocabulary", z, 77, NULL, NULL,
+         (SampleParams){ .temperature = 1, .top_k = INT32_MAX, .top_p = 1 }, 70);
 
-    // Random numbers that fall between two tokens: of 256 of one weight, k / 256 chooses token k, and 0 the first.
+    // Random numbers at the border of two tokens: with 256 equal weights, k / 256 chooses token k, and 0 the first.
     static const float equal[256];
     int between = 0;
     for (uint64_t seed = 0; seed < 300000 && between < 3; seed++) {
@@ -447,7 +483,8 @@ static void test_edges(void) {
     p = (SampleParams){ .seed = zero, .temperature = 1, .top_p = 1, .repeat = 1 };
     CHECK(choose(equal, 256, NULL, NULL, NULL, p, 0) == 0, "a draw of 0: not the first token");
 
-    // At a huge temperature all 77 tokens come up, whatever their logits; min-p 1 leaves exactly those of the best.
+    // At a huge temperature all 77 tokens are sampled, whatever their logits; min-p 1 keeps exactly the tokens with the
+    // best weight.
     int seen[77] = { 0 }, n = 0;
     for (int i = 0; i < 77; i++) z[i] = (float)(i % 10);
     p = (SampleParams){ .temperature = 1e30f, .top_p = 1, .repeat = 1 };
@@ -462,7 +499,7 @@ static void test_edges(void) {
     CHECK(!n, "min-p 1 among ties: %d tokens wrongly in or out", n);
 }
 
-// ---- 4. what counts as seen -----------------------------------------------------------------------------------------
+// ---- 4. counts for penalties ----------------------------------------------------------------------------------------
 
 enum { SEEN_VOCAB = 50, SESSIONS = 3 };
 
@@ -473,7 +510,8 @@ static void recount(int32_t *counts, const Text *t) {
     for (int i = 0; i < t->n; i++) counts[t->tokens[i] < 0 ? 0 : t->tokens[i]]++;
 }
 
-// Steps of chains and trees in three sessions: every row's choice against its whole text, every count after each commit.
+// Steps of chains and trees in three sessions: checks every row's token against its whole text, and every count after
+// each commit.
 static void test_seen(void) {
     static Text text[SESSIONS];
     int32_t counts[SESSIONS * SEEN_VOCAB] = { 0 }, want[SESSIONS * SEEN_VOCAB], *dev_counts;
@@ -485,17 +523,18 @@ static void test_seen(void) {
         const int first_seq = (int)rnd(SESSIONS);
         for (int i = 0; i < 2; i++) add_rows(&s, (first_seq + i) % SESSIONS, 1 + (int)rnd(step % 3 ? 12 : 30), rnd(2));
         for (int r = 0; r < s.n_rows; r++) s.rows[r].token = (int32_t)rnd(SEEN_VOCAB / 2);
-        if (step % 10 == 7) s.rows[s.n_rows - 1].token = -1;       // a choice of -1 that was fed counts for token 0
+        if (step % 10 == 7) s.rows[s.n_rows - 1].token = -1;       // a sampled -1 as input counts as token 0
         SampleParams params[SESSIONS];
         int32_t len[SESSIONS];
         for (int i = 0; i < SESSIONS; i++) {
-            params[i] = (SampleParams){ .seed = 40 + (uint64_t)i, .temperature = (float)(step % 4), .top_k = step % 2 ? 20 : 0, .top_p = 0.95f,
+            params[i] = (SampleParams){ .seed = 40 + (uint64_t)i, .temperature = (float)(step % 4),
+                                        .top_k = step % 2 ? 20 : 0, .top_p = 0.95f,
                                         .repeat = 1.4f, .presence = 0.5f, .frequency = 0.3f };
             len[i] = text[i].n;
         }
         float logits[MAX_ROWS * SEEN_VOCAB];
         for (int i = 0; i < s.n_rows * SEEN_VOCAB; i++) logits[i] = (float)normal();
-        // a view of every other row, as forward() keeps rows
+        // a view of every other row, as for output rows
         Row kept[MAX_ROWS];
         int n_out = 0;
         for (int r = s.n_rows % 2; r < s.n_rows; r += 2) kept[n_out++] = s.rows[r];
@@ -506,10 +545,12 @@ static void test_seen(void) {
         view.n_rows = n_out;
         dev_counts = put(counts, SESSIONS * SEEN_VOCAB, sizeof *counts);
         int32_t *out = put(NULL, MAX_ROWS, sizeof *out), got[MAX_ROWS];
-        op->sample(&(Sample){ .batch = &view, .vocab = SEEN_VOCAB, .logits = put(logits, MAX_ROWS * SEEN_VOCAB, sizeof *logits),
-                              .params = put(params, SESSIONS, sizeof *params), .counts = dev_counts, .step_rows = all.rows, .out = out });
+        op->sample(&(Sample){ .batch = &view, .vocab = SEEN_VOCAB, .logits = put(logits, MAX_ROWS * SEEN_VOCAB,
+                sizeof *logits),
+                              .params = put(params, SESSIONS,
+                                            sizeof *params), .counts = dev_counts, .step_rows = all.rows, .out = out });
         fetch(got, out, (size_t)n_out, sizeof *got);
-        for (int i = 0; i < n_out; i++) {             // the text of a row: what was committed, then up its parents
+        for (int i = 0; i < n_out; i++) {             // the text of a row: the committed text, then its ancestors
             const int r = s.n_rows % 2 + 2 * i, seq = s.segs[s.rows[r].seg].seq;
             static Text path;
             path = text[seq];
@@ -523,13 +564,14 @@ static void test_seen(void) {
             changed += got[i] != ref_choice(z, SEEN_VOCAB, NULL, NULL, counts + seq * SEEN_VOCAB, &params[seq], pos);
         }
         int32_t n_accept[2], path[2 * STEP_ROWS] = { 0 };
-        for (int i = 0; i < 2; i++) {                  // down to some row, or nothing at all
+        for (int i = 0; i < 2; i++) {                  // the path to some row, or an empty path
             const Segment *seg = &s.segs[i];
             const int leaf = seg->first + (int)rnd((uint32_t)seg->n), depth = s.rows[leaf].depth;
             n_accept[i] = rnd(5) ? depth + 1 : 0;
             for (int up = leaf, k = depth; up >= 0; up = s.parent[up], k--) path[i * STEP_ROWS + k] = up - seg->first;
             Text *t = &text[seg->seq];
-            for (int k = 0; k < n_accept[i]; k++) t->tokens[t->n++] = s.rows[seg->first + path[i * STEP_ROWS + k]].token;
+            for (int k = 0; k < n_accept[i]; k++)
+                t->tokens[t->n++] = s.rows[seg->first + path[i * STEP_ROWS + k]].token;
         }
         op->kv_commit(&(KvCommit){ .batch = &all, .n_accept = put(n_accept, 2, sizeof *n_accept), .counts = dev_counts,
                                    .path = put(path, 2 * STEP_ROWS, sizeof *path), .vocab = SEEN_VOCAB });
@@ -538,23 +580,27 @@ static void test_seen(void) {
         bad_counts += memcmp(counts, want, sizeof want) != 0;
         release_all();
     }
-    CHECK(choices > 300 && !bad_choices, "seen: %d of %d choices differ from those with the counts of the whole text", bad_choices, choices);
-    CHECK(changed > 30, "seen: the rows of the step change only %d of %d choices: this test tests nothing", changed, choices);
+    CHECK(choices > 300 && !bad_choices, "seen: %d of %d choices differ from those with the counts of the whole text",
+          bad_choices, choices);
+    CHECK(changed > 30, "seen: the rows of the step change only %d of %d choices: this test tests nothing", changed,
+          choices);
     CHECK(!bad_counts, "seen: counts differ from the committed text after %d of 60 steps", bad_counts);
 }
 
 // ---- 5. position ----------------------------------------------------------------------------------------------------
 
-// A text made token by token, then the same text offered as drafts, as a chain and as a tree with wrong branches: each row
-// must choose what came next. Logits depend on the position alone, so only position and penalties can tell rows apart.
+// A text that is sampled token by token, then verified as drafts, as a chain and as a tree with wrong branches: each
+// row must sample the next token of the text. Logits depend only on the position, so rows differ only in position and
+// penalties.
 static void test_position(void) {
     enum { LENGTH = 60, VOCAB = 300 };
     static float logits[LENGTH + 1][VOCAB];
     int32_t text[LENGTH + 1] = { 5 }, counts[VOCAB] = { 0 };
-    const SampleParams p = { .seed = 11, .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1.3f, .presence = 0.2f, .frequency = 0.2f };
+    const SampleParams p = { .seed = 11, .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1.3f,
+                             .presence = 0.2f, .frequency = 0.2f };
     for (int i = 0; i <= LENGTH; i++)
         for (int j = 0; j < VOCAB; j++) logits[i][j] = (float)(2 * normal());
-    for (int i = 0; i < LENGTH; i++) {                 // text[i] is fed at position i; what it has seen includes itself
+    for (int i = 0; i < LENGTH; i++) {                 // text[i] is the input at position i; its counts include itself
         int32_t seen[VOCAB];
         memcpy(seen, counts, sizeof seen);
         seen[text[i]]++;
@@ -569,7 +615,7 @@ static void test_position(void) {
             for (int at = 0; at < LENGTH; at += widths[w]) {
                 const int n = min_int(widths[w], LENGTH - at);
                 TestStep s = { 0 };
-                if (tree) {                            // every row of the text has a twin, which nothing follows
+                if (tree) {                            // every row of the text has a sibling without children
                     add_rows(&s, 0, 2 * n, true);
                     for (int r = 0; r < 2 * n; r++) {
                         const int up = r / 2 * 2 - 2;
@@ -583,24 +629,26 @@ static void test_position(void) {
                 }
                 static float z[MAX_ROWS][VOCAB];
                 for (int r = 0; r < s.n_rows; r++) memcpy(z[r], logits[at + s.rows[r].depth], sizeof z[r]);
-                const Batch b = { .rows = put(s.rows, (size_t)s.n_rows, sizeof(Row)), .segs = put(s.segs, 1, sizeof(Segment)),
-                                  .len = put(&at, 1, sizeof(int32_t)), .n_rows = s.n_rows, .n_segs = 1 };
+                const Batch b = { .rows = put(s.rows, (size_t)s.n_rows, sizeof(Row)), .segs = put(s.segs, 1,
+                        sizeof(Segment)), .len = put(&at, 1, sizeof(int32_t)), .n_rows = s.n_rows, .n_segs = 1 };
                 int32_t *out = put(NULL, MAX_ROWS, sizeof *out), got[MAX_ROWS];
-                op->sample(&(Sample){ .batch = &b, .vocab = VOCAB, .logits = put(z, MAX_ROWS * VOCAB, sizeof(float)), .params = put(&p, 1, sizeof p),
+                op->sample(&(Sample){ .batch = &b, .vocab = VOCAB, .logits = put(z, MAX_ROWS * VOCAB,
+                        sizeof(float)), .params = put(&p, 1, sizeof p),
                                       .counts = put(counts, VOCAB, sizeof *counts), .step_rows = b.rows, .out = out });
                 fetch(got, out, (size_t)s.n_rows, sizeof *got);
                 release_all();
                 for (int r = 0; r < s.n_rows; r += 1 + tree) bad += got[r] != text[at + s.rows[r].depth + 1];
                 for (int i = 0; i < n; i++) counts[text[at + i]]++;
             }
-            CHECK(!bad, "position: %s of %d: %d of %d tokens differ from those made one by one", tree ? "trees" : "chains", widths[w], bad, LENGTH);
+            CHECK(!bad, "position: %s of %d: %d of %d tokens differ from those made one by one",
+                  tree ? "trees" : "chains", widths[w], bad, LENGTH);
         }
     }
 }
 
 // ---- 6. stop strings ------------------------------------------------------------------------------------------------
 
-// Where the text ends: before the stop string that is complete first; of several, the longest. -1: nowhere.
+// Where the text ends: before the stop string that is complete first; on ties before the longest. -1: no stop string.
 static int ref_stop(const TextList *stops, const char *text, int n) {
     for (int end = 1; end <= n; end++) {
         int longest = 0;
@@ -613,8 +661,8 @@ static int ref_stop(const TextList *stops, const char *text, int n) {
     return -1;
 }
 
-// Pushes the text in pieces of at most `most` bytes, 0: of any size. Checks what passes at once, too: nothing that begins
-// a stop string, nothing more than needed held back.
+// Pushes the text in pieces of at most `most` bytes, 0: of any size. Also checks the output after each piece: no
+// beginning of a stop string is output, and no more than necessary is held back.
 static void check_stops(const TextList *stops, const char *text, int most) {
     const int n = (int)strlen(text), stop = ref_stop(stops, text, n);
     Stops s = stops_new(stops);
@@ -629,7 +677,7 @@ static void check_stops(const TextList *stops, const char *text, int most) {
         passed += (int)got;
         if (stop >= 0) early |= passed > stop;
         if (s.hit) continue;
-        int held = 0;                                  // the longest end of the text so far that begins a stop string
+        int held = 0;    // the longest suffix of the text so far that is the beginning of a stop string
         for (int k = 0; k < stops->n; k++)
             for (int len = min_int((int)strlen(stops->text[k]), at); len > held; len--)
                 if (!memcmp(text + at - len, stops->text[k], (size_t)len)) held = len;
@@ -640,25 +688,33 @@ static void check_stops(const TextList *stops, const char *text, int most) {
     passed += (int)got;
     const int want = stop < 0 ? n : stop;
     CHECK((s.hit != NULL) == (stop >= 0) && passed == want && !memcmp(all, text, (size_t)want) && !early && !late,
-          "stop strings: '%s', first stop '%s', pieces of %d: got '%.*s', want '%.*s'%s", text, stops->n ? stops->text[0] : "", most, passed,
-          all, want, text, early ? "; part of a stop string was passed on" : late ? "; too much or too little was held back" : "");
+          "stop strings: '%s', first stop '%s', pieces of %d: got '%.*s', want '%.*s'%s", text,
+          stops->n ? stops->text[0] : "", most, passed,
+          all, want, text, early ? "; part of a stop string was passed on" : late
+              ? "; too much or too little was held back" : "");
     free(out);
     free(s.held);
 }
 
 static void test_stops(void) {
     static const struct { const char *text; const char *stops[4]; int n; } fixed[] = {
-        { "the quick fox", { "quick" }, 1 }, { "the quick fox", { "none" }, 1 }, { "the quick fox", { 0 }, 0 }, { "", { "a" }, 1 },
-        { "aaab", { "aab" }, 1 }, { "ababac", { "abac" }, 1 }, { "aabaabaaab", { "aabaaab" }, 1 }, { "xabcd", { "abcd", "bc" }, 2 },
-        { "xabc", { "abc", "bc", "c" }, 3 }, { "abcabd", { "abd", "abcabe" }, 2 }, { "end of it", { "it", "of it" }, 2 },
-        { "stop at the very en", { "end" }, 1 }, { "User:", { "User:" }, 1 }, { "a\nUser: hi", { "\nUser:", "\nuser:" }, 2 },
-        { "caf\xC3\xA8 caf\xC3\xA9 fin", { "caf\xC3\xA9" }, 1 }, { "\xF0\x9F\x98\x80\xF0\x9F\x98\x81", { "\xF0\x9F\x98\x81" }, 1 },
-        { "\xE4\xB8\xAD\xE6\x96\x87\xE5\xAD\x97", { "\xE6\x96\x87", "\xE4\xB8\xAD\xE5" }, 2 }, { "aXbX", { "X", "X" }, 2 },
+        { "the quick fox", { "quick" }, 1 }, { "the quick fox", { "none" }, 1 }, { "the quick fox", { 0 }, 0 },
+        { "", { "a" }, 1 },
+        { "aaab", { "aab" }, 1 }, { "ababac", { "abac" }, 1 }, { "aabaabaaab", { "aabaaab" }, 1 },
+        { "xabcd", { "abcd", "bc" }, 2 },
+        { "xabc", { "abc", "bc", "c" }, 3 }, { "abcabd", { "abd", "abcabe" }, 2 },
+        { "end of it", { "it", "of it" }, 2 },
+        { "stop at the very en", { "end" }, 1 }, { "User:", { "User:" }, 1 },
+        { "a\nUser: hi", { "\nUser:", "\nuser:" }, 2 },
+        { "caf\xC3\xA8 caf\xC3\xA9 fin", { "caf\xC3\xA9" }, 1 },
+        { "\xF0\x9F\x98\x80\xF0\x9F\x98\x81", { "\xF0\x9F\x98\x81" }, 1 },
+        { "\xE4\xB8\xAD\xE6\x96\x87\xE5\xAD\x97", { "\xE6\x96\x87", "\xE4\xB8\xAD\xE5" }, 2 },
+        { "aXbX", { "X", "X" }, 2 },
     };
     for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++)
         for (int most = 0; most < 8; most++)
             check_stops(&(TextList){ (const char **)(void *)fixed[i].stops, fixed[i].n }, fixed[i].text, most);
-    for (int run = 0; run < 3000; run++) {             // few letters, so that beginnings and repeats abound
+    for (int run = 0; run < 3000; run++) {             // few letters, so that partial matches are frequent
         char text[60], stop[4][8];
         const char *stops[4] = { stop[0], stop[1], stop[2], stop[3] };
         const int n = (int)rnd(sizeof text);
@@ -672,10 +728,11 @@ static void test_stops(void) {
         check_stops(&(TextList){ stops, (int)rnd(5) }, text, run % 4);
     }
 
-    // Through tokens: characters that come in halves, and a stop string whose end is the middle of a token.
+    // With tokens: characters that are split, and a stop string that ends inside a token.
     static const char *const path = "models/gemma4-mini-q8_0.gguf";
     static const char text[] = "Caf\xC3\xA9 \xE2\x82\xAC 5 \xF0\x9F\xA6\x8A and then \xE4\xB8\xAD\xE6\x96\x87 stops.";
-    static const char *const stops[] = { "\xF0\x9F\xA6\x8A", "\xE4\xB8\xAD\xE6\x96\x87", " th", "hen", "\xE2\x82\xAC 5", "never" };
+    static const char *const stops[] = { "\xF0\x9F\xA6\x8A", "\xE4\xB8\xAD\xE6\x96\x87", " th", "hen", "\xE2\x82\xAC 5",
+                                         "never" };
     Gguf g;
     Tokenizer t;
     if (gguf_open(&g, path) < 0) {
@@ -684,7 +741,8 @@ static void test_stops(void) {
     }
     load_tokenizer(&t, &g, 0);
     TokIds ids = { 0 };
-    CHECK(tok_encode(&t, text, strlen(text), TOK_PLAIN, &ids) >= 0 && ids.n > 20, "stop strings: the text has %zu tokens, want many", ids.n);
+    CHECK(tok_encode(&t, text, strlen(text), TOK_PLAIN, &ids) >= 0 && ids.n > 20,
+          "stop strings: the text has %zu tokens, want many", ids.n);
     for (size_t k = 0; k < sizeof stops / sizeof *stops; k++) {
         const char *one[] = { stops[k] }, *found = strstr(text, stops[k]);
         const TextList list = { one, 1 };
@@ -692,13 +750,15 @@ static void test_stops(void) {
         char *piece = alloc_or_die(t.stream_cap, 1), *out = alloc_or_die(t.stream_cap + s.longest, 1), all[200] = "";
         TokStream stream = { 0 };
         for (size_t i = 0; i < ids.n; i++) {
-            const size_t n = stops_push(&s, piece, tok_stream_push(&t, &stream, ids.ids[i], false, piece, t.stream_cap), out);
+            const size_t n = stops_push(&s, piece, tok_stream_push(&t, &stream, ids.ids[i], false, piece, t.stream_cap),
+                                        out);
             strncat(all, out, n);
         }
         strncat(all, out, stops_push(&s, piece, tok_stream_flush(&stream, piece, t.stream_cap), out));
         strncat(all, out, stops_flush(&s, out));
         const size_t want = found ? (size_t)(found - text) : strlen(text);
-        CHECK(strlen(all) == want && !memcmp(all, text, want) && (s.hit != NULL) == (found != NULL), "stop string '%s' through tokens: got '%s'", stops[k], all);
+        CHECK(strlen(all) == want && !memcmp(all, text, want) && (s.hit != NULL) == (found != NULL),
+              "stop string '%s' through tokens: got '%s'", stops[k], all);
         free(piece);
         free(out);
         free(s.held);
@@ -713,10 +773,12 @@ static void test_stops(void) {
 static void print_times(void) {
     static const struct { const char *name; bool counted; SampleParams p; } runs[] = {
         { "greedy", false, { .temperature = 0, .top_p = 1, .repeat = 1 } },
-        { "temperature 1, top-k 64, top-p 0.95", false, { .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1 } },
+        { "temperature 1, top-k 64, top-p 0.95", false,
+          { .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1 } },
         { "top-k 0, top-p 0.95", false, { .temperature = 1, .top_p = 0.95f, .repeat = 1 } },
         { "top-k 0, top-p 1", false, { .temperature = 1, .top_p = 1, .repeat = 1 } },
-        { "top-k 64, top-p 0.95, bias, penalties", true, { .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1.1f, .presence = 0.1f } },
+        { "top-k 64, top-p 0.95, bias, penalties", true,
+          { .temperature = 1, .top_k = 64, .top_p = 0.95f, .repeat = 1.1f, .presence = 0.1f } },
     };
     float *z = alloc_or_die(BIG, sizeof *z), *bias = alloc_or_die(BIG, sizeof *bias);
     uint32_t *mask = alloc_or_die(BIG / 32, sizeof *mask);
@@ -730,14 +792,16 @@ static void print_times(void) {
         const Segment seg = { .n = 1 };
         for (size_t k = 0; k < sizeof runs / sizeof *runs; k++) {
             int32_t len = 0;
-            const Batch b = { .rows = put(&row, 1, sizeof row), .segs = put(&seg, 1, sizeof seg), .len = put(&len, 1, sizeof len), .n_rows = 1,
-                              .n_segs = 1 };
+            const Batch b = { .rows = put(&row, 1, sizeof row), .segs = put(&seg, 1, sizeof seg), .len = put(&len, 1,
+                    sizeof len), .n_rows = 1, .n_segs = 1 };
             const bool counted = runs[k].counted;
-            const Sample o = { .batch = &b, .vocab = BIG, .logits = put(z, BIG, sizeof *z), .params = put(&runs[k].p, 1, sizeof runs[k].p),
-                               .mask = put(mask, BIG / 32, sizeof *mask), .bias = counted ? put(bias, BIG, sizeof *bias) : NULL,
-                               .counts = counted ? put(counts, BIG, sizeof *counts) : NULL, .step_rows = counted ? b.rows : NULL,
-                               .out = put(NULL, 1, sizeof(int32_t)) };
-            double best = INFINITY, sum = 0;           // of a step of IN_A_ROW calls, so that waiting hardly counts
+            const Sample o = { .batch = &b, .vocab = BIG, .logits = put(z, BIG, sizeof *z), .params = put(&runs[k].p, 1,
+                    sizeof runs[k].p),
+                               .mask = put(mask, BIG / 32, sizeof *mask),
+                               .bias = counted ? put(bias, BIG, sizeof *bias) : NULL,
+                               .counts = counted ? put(counts, BIG, sizeof *counts) : NULL,
+                               .step_rows = counted ? b.rows : NULL, .out = put(NULL, 1, sizeof(int32_t)) };
+            double best = INFINITY, sum = 0;   // per call of a step with IN_A_ROW calls, so that waiting hardly matters
             enum { IN_A_ROW = 20 };
             for (len = 0; len < 50; len++) {
                 op->copy(&(Copy){ b.len, &len, sizeof len, COPY_IN });
@@ -751,7 +815,8 @@ static void print_times(void) {
                 best = fmin(best, took);
                 sum += took;
             }
-            printf("%-8s %-40s %6.0f us at best, %6.0f on average\n", peaks ? "peaked" : "flat", runs[k].name, best * 1e6, sum / 50 * 1e6);
+            printf("%-8s %-40s %6.0f us at best, %6.0f on average\n", peaks ? "peaked" : "flat", runs[k].name,
+                   best * 1e6, sum / 50 * 1e6);
             release_all();
         }
     }
@@ -761,7 +826,7 @@ static void print_times(void) {
     free(counts);
 }
 
-// only: what to test, NULL after the last; none: all.
+// only: names of the tests to run, NULL after the last; none: all.
 static void run_all(const Ops *table, char **only) {
     static const struct { const char *name; bool of_reference, of_others; void (*test)(void); } tests[] = {
         { "distribution", true, false, test_distribution }, { "choice", false, true, test_choice },

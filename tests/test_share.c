@@ -1,7 +1,9 @@
-/* test_share.c - how much of a long prompt the server runs beside answers, by a clock that is simulated: rounds with rows of it, or
- * with some layers of a chunk of rows, take at most three times what rounds without take, but no prompt starves.
+/* test_share.c - how much of a long prompt the server runs together with answers, with a simulated clock: rounds with
+ * some of its rows, or with some layers of a chunk, take at most three times as long as rounds without, but every
+ * prompt makes progress.
  *
- * A machine is how long a step of n rows takes, and by how much each row takes longer behind more tokens. -v prints the table. */
+ * A machine is given by the time of a step of n rows, and by how much longer a row takes after more tokens. -v prints
+ * the table. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -12,16 +14,18 @@ enum { N_PROMPT = 65536, N_ANSWERS = 2 };
 
 typedef struct {
     const char *name;
-    double      rows[7][2];   // ms of a step of so many rows; in between, and behind the last two, in proportion
-    double      deeper;       // a row takes so much longer behind N_PROMPT tokens, ms
+    double      rows[7][2];   // rows of a step and its time in ms; linear between them and after the last
+    double      deeper;       // ms that a row takes longer after N_PROMPT tokens
     int         most;         // --chunk
-    bool        floored;      // fewer than SHARE_LEAST rows would be needed
+    bool        floored;      // even SHARE_LEAST rows take too long
 } Machine;
 
 // The first two as measured, in ms.
 static const Machine machines[] = {
-    { "26B, H100", { { 1, 2.05 }, { 2, 3.19 }, { 4, 3.55 }, { 8, 4.45 }, { 16, 6.77 }, { 32, 9.79 }, { 64, 16.3 } }, 0.01, 64, false },
-    { "31B, H100", { { 1, 7.8 }, { 4, 9.93 }, { 8, 10.75 }, { 16, 15.2 }, { 32, 24.7 }, { 48, 41 }, { 64, 58.6 } }, 0.02, 64, false },
+    { "26B, H100", { { 1, 2.05 }, { 2, 3.19 }, { 4, 3.55 }, { 8, 4.45 }, { 16, 6.77 }, { 32, 9.79 }, { 64, 16.3 } },
+      0.01, 64, false },
+    { "31B, H100", { { 1, 7.8 }, { 4, 9.93 }, { 8, 10.75 }, { 16, 15.2 }, { 32, 24.7 }, { 48, 41 }, { 64, 58.6 } },
+      0.02, 64, false },
     { "a processor", { { 1, 10 }, { 8, 17 }, { 64, 90 }, { 512, 600 } }, 0.1, 512, false },
     { "rows one by one", { { 1, 1 }, { 64, 64 } }, 1, 512, true },
     { "rows for nothing", { { 1, 10 }, { 512, 11 } }, 0, 512, false },
@@ -39,8 +43,8 @@ static double takes(const Machine *m, int rows, int prompt, int depth) {
     return a[1] + (rows - a[0]) * (b[1] - a[1]) / (b[0] - a[0]) + prompt * m->deeper * depth / N_PROMPT;
 }
 
-// Runs a prompt beside answers. Half-way the machine becomes `slower` times slower; `noise` of a round's time is chance, and each
-// 50th round takes ten times as long.
+// Runs a prompt together with answers. Half-way the machine becomes `slower` times slower; a fraction `noise` of a
+// round's time is random, and every 50th round takes ten times as long.
 static void test_machine(const Machine *m, double slower, double noise, bool tell) {
     const int least = min_int(SHARE_LEAST, m->most);
     Share s = share_of(least, m->most);
@@ -57,25 +61,28 @@ static void test_machine(const Machine *m, double slower, double noise, bool tel
         waits = with ? 0 : waits + 1;
         longest = max_int(longest, waits);
         if (with && rows > SHARE_LEAST) over += exact > 3.3 * plain;
-        if (with) sum += exact / plain, rounds++, done += rows, fewest = min_int(fewest, rows), most = max_int(most, rows);
+        if (with)
+            sum += exact / plain, rounds++, done += rows, fewest = min_int(fewest, rows), most = max_int(most, rows);
         else held++;
         spent += exact;
         share_learn(&s, with ? rows : 0, exact * chance * (noise > 0 && (rounds + held) % 50 == 49 ? 10 : 1));
         fits = fits && s.amount >= least && s.amount <= m->most;
     }
     const double mean = sum / rounds;
-    if (tell) printf("%-18s x%.1f +-%.2f: %4d to %4d rows, a round %.2f of a plain one, %.2f %% over, %.0f rows/s\n", m->name, slower, noise, fewest,
-                     most, mean, 100.0 * over / rounds, 1e3 * N_PROMPT / spent);
+    if (tell)
+        printf("%-18s x%.1f +-%.2f: %4d to %4d rows, a round %.2f of a plain one, %.2f %% over, %.0f rows/s\n", m->name,
+               slower, noise, fewest, most, mean, 100.0 * over / rounds, 1e3 * N_PROMPT / spent);
     CHECK(fits, "%s: rows from %d to %d", m->name, fewest, most);
     CHECK(longest <= 1, "%s: the prompt waits %d rounds", m->name, longest);
     CHECK(over <= 0.06 * rounds + 2, "%s: %d of %d rounds take too long", m->name, over, rounds);
-    CHECK(m->floored ? most == SHARE_LEAST : most > min_int(SHARE_LEAST, m->most - 1), "%s: at most %d rows", m->name, most);
+    CHECK(m->floored ? most == SHARE_LEAST : most > min_int(SHARE_LEAST, m->most - 1), "%s: at most %d rows", m->name,
+          most);
     CHECK(m->floored || mean >= 2 || most == m->most, "%s: a round takes %.2f of a plain one only", m->name, mean);
     CHECK(held <= rounds / SHARE_ROUNDS + 2, "%s: %d of %d rounds go without", m->name, held, rounds);
 }
 
-// The same where layers of a chunk run at a time: one layer in six takes `global` times as long, and is said to take `told` times
-// as many multiplications.
+// The same with some layers of a chunk at a time: one layer in six takes `global` times as long and counts as `told`
+// times as many multiplications.
 static void test_layers(const char *name, double plain, double layer, double global, double told, bool tell) {
     enum { LAYERS = 30, CHUNKS = 100 };
     Share s = share_of(1, INFINITY);
@@ -100,7 +107,9 @@ static void test_layers(const char *name, double plain, double layer, double glo
         }
     qsort(times, (size_t)n, sizeof *times, compare_doubles);
     for (int i = 0; i < n; i++) over += times[i] > fmax(3.1, 1 + layer * (1 + global) / plain);
-    if (tell) printf("%-18s rounds of layers: median %.2f of a plain one, 99 %% %.2f\n", name, times[n / 2], times[n * 99 / 100]);
+    if (tell)
+        printf("%-18s rounds of layers: median %.2f of a plain one, 99 %% %.2f\n", name, times[n / 2],
+               times[n * 99 / 100]);
     CHECK(times[n / 2] <= fmax(3, 1 + layer / plain), "%s: %.2f in the median", name, times[n / 2]);
     CHECK(times[n / 2] >= 2 || layer * global >= plain, "%s: %.2f in the median only", name, times[n / 2]);
     CHECK(over <= n / 20, "%s: %d of %d rounds take too long", name, over, n);

@@ -1,11 +1,11 @@
-/* test_tokenizer.c - text to ids and back: tokenizer.h against golden ids of other programs, against a naive merge loop,
- * and against bad files. Chat prompts and answers are in test_chat.c.
+/* test_tokenizer.c - encoding and decoding: tokenizer.h against golden ids of other programs, against a naive merge
+ * loop, and with bad files. test_chat.c tests chat prompts and answers.
  *
- * The second judge, naive_encode, follows the definition literally: symbols are strings, and the pair whose "LEFT RIGHT"
- * comes first in the merge list is merged until none is left. It shares no code with tokenizer.h.
+ * The second reference, naive_encode, follows the definition literally: symbols are strings, and it merges the pair
+ * whose "LEFT RIGHT" comes first in the merge list until there is none. It shares no code with tokenizer.h.
  *
- * Uses models/gemma4-mini-q8_0.gguf (4096 tokens in Gemma 4 form) with tests/golden/tokenizer-mini.tsv, and Gemma 4's own
- * vocabulary with the vectors in tests/golden/gemma4-*.gz (see the README there). */
+ * Uses models/gemma4-mini-q8_0.gguf (4096 tokens in Gemma 4 form) with tests/golden/tokenizer-mini.tsv, and Gemma 4's
+ * own vocabulary with the vectors in tests/golden/gemma4-*.gz (see the README there). */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "../gguf.h"
 #define TOKENIZER_IMPLEMENTATION
@@ -18,7 +18,7 @@
 
 static const char *mode_name[] = { "plain", "user_defined", "special" };
 
-// ---- the naive judge ------------------------------------------------------------------------------------------------
+// ---- the naive encoder ----------------------------------------------------------------------------------------------
 
 typedef struct { TokStr text; int index; } Entry;
 typedef struct { Entry *tokens, *merges; int n_tokens, n_merges; int byte_id[256]; } Judge;
@@ -67,8 +67,8 @@ static void free_judge(Judge *j) {
     free(j->merges);
 }
 
-// Bytes of the valid character at s, or 0: decode by the lead byte alone, then ask whether that was the shortest form
-// of a code point that is no surrogate.
+// Bytes of the valid character at s, or 0: decodes by the lead byte, then checks that this is the shortest form of a
+// code point and not a surrogate.
 static size_t char_len(const unsigned char *s, size_t n) {
     size_t len = s[0] < 0x80 ? 1 : s[0] < 0xC0 ? 0 : s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : s[0] < 0xF8 ? 4 : 0;
     if (len == 0 || len > n) return 0;
@@ -81,7 +81,7 @@ static size_t char_len(const unsigned char *s, size_t n) {
     return c < least[len] || c > 0x10FFFF || (c >= 0xD800 && c <= 0xDFFF) ? 0 : len;
 }
 
-// Copy s with each byte that is part of no valid character as U+FFFD; free() it.
+// Copies s, with U+FFFD for each byte that is not part of a valid character. The caller frees it.
 static TokStr sanitize(const char *s, size_t n) {
     char *out = alloc(3 * n);
     size_t at = 0;
@@ -126,7 +126,7 @@ static void naive_plain(const Judge *j, const char *s, size_t n, TokIds *out) {
             if (rank >= 0 && (best_rank < 0 || rank < best_rank)) { best_rank = rank; best = i; }
         }
         if (best_rank < 0) break;
-        sym[best].n += sym[best + 1].n;                // symbols lie side by side in text
+        sym[best].n += sym[best + 1].n;                // symbols are adjacent in text
         n_sym--;
         memmove(sym + best + 1, sym + best + 2, (n_sym - best - 1) * sizeof *sym);
         memmove(is_byte + best + 1, is_byte + best + 2, n_sym - best - 1);
@@ -140,7 +140,7 @@ static void naive_plain(const Judge *j, const char *s, size_t n, TokIds *out) {
     free_str(clean);
 }
 
-static const char *special_texts[] = {                 // the first six are those of mode user_defined
+static const char *special_texts[] = {                 // the first six belong to mode user_defined
     "<|tool_call>", "<tool_call|>", "<tool_response|>", "<|\"|>", "<|channel>", "<channel|>", "<|tool_response>",
     "<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|tool>", "<tool|>", "<|think|>", "<|turn>", "<turn|>", "<|image>",
     "<image|>", "<|audio>", "<audio|>", "<|image|>", "<|audio|>", "<|video|>",
@@ -172,7 +172,8 @@ static void naive_encode(const Judge *j, const char *s, size_t n, TokMode mode, 
 static void check_ids(Tokenizer *t, TokStr text, TokMode mode, TokIds want, const char *what) {
     TokIds got = { 0 };
     int rc = tok_encode(t, text.s, text.n, mode, &got);
-    if (!CHECK(rc == 0 && same_ids(got, want), "%s: mode %s, %zu bytes \"%.*s\": rc %d %s", what, mode_name[mode], text.n,
+    if (!CHECK(rc == 0 && same_ids(got, want), "%s: mode %s, %zu bytes \"%.*s\": rc %d %s", what, mode_name[mode],
+               text.n,
                (int)(text.n < 60 ? text.n : 60), text.n ? text.s : "", rc, rc ? t->err : "") && test_failed <= 50) {
         print_ids("want", want);
         print_ids("got", got);
@@ -189,11 +190,11 @@ static void check_naive(Tokenizer *t, const Judge *j, TokStr text, const char *w
     }
 }
 
-// decode(encode(text)) == text, U+2581 and invalid bytes aside, piece by piece and through the stream.
+// decode(encode(text)) == text, except for U+2581 and invalid bytes, with pieces and with the stream.
 static void check_round_trip(Tokenizer *t, TokStr text) {
     TokStr want = sanitize(text.s, text.n);
     char *w = (char *)(uintptr_t)want.s;
-    bool marked = false;                               // has U+2581: comes back as a space
+    bool marked = false;                               // has U+2581, which is decoded as a space
     for (size_t i = 0; i + 3 <= want.n; i++) marked |= memcmp(w + i, "\xE2\x96\x81", 3) == 0;
     for (TokMode mode = TOK_PLAIN; mode <= TOK_SPECIAL && !marked; mode++) {
         TokIds ids = { 0 };
@@ -225,7 +226,7 @@ static void check_round_trip(Tokenizer *t, TokStr text) {
         tok_ids_free(&ids);
     }
 
-    // The bytes as byte tokens: the stream repairs them as encoding does.
+    // The bytes as byte tokens: the stream replaces invalid bytes like encoding.
     char *out = alloc(3 * text.n + t->stream_cap);
     size_t n = 0;
     bool bounded = true;
@@ -236,7 +237,8 @@ static void check_round_trip(Tokenizer *t, TokStr text) {
     }
     CHECK(bounded, "stream of bytes: more than 3 pending");
     n += tok_stream_flush(&s, out + n, t->stream_cap);
-    CHECK(n == want.n && memcmp(out, w, n) == 0, "stream of bytes: want \"%.*s\" got \"%.*s\"", (int)want.n, w, (int)n, out);
+    CHECK(n == want.n && memcmp(out, w, n) == 0, "stream of bytes: want \"%.*s\" got \"%.*s\"", (int)want.n, w, (int)n,
+          out);
     free(out);
     free_str(want);
 }
@@ -245,7 +247,8 @@ static void check_round_trip(Tokenizer *t, TokStr text) {
 
 static int hex_digit(char c) { return c <= '9' ? c - '0' : c - 'a' + 10; }
 
-// Check every row "MODE <tab> HEX <tab> ids" of a file; with a judge, each text in all three modes and back as well.
+// Checks every row "MODE <tab> HEX <tab> ids" of a file; with a naive encoder also each text in all three modes, and
+// decoding.
 static void check_golden(Tokenizer *t, const Judge *j, char *file, const char *path, size_t want_rows) {
     size_t n_rows = 0;
     if (!CHECK(file, "%s: cannot read", path)) return;
@@ -257,7 +260,8 @@ static void check_golden(Tokenizer *t, const Judge *j, char *file, const char *p
         char *list = memchr(hex + 1, '\t', (size_t)(end - hex - 1));
         if (!CHECK(list, "%s: row %zu has no ids", path, n_rows)) break;
         *end = *hex++ = *list++ = 0;
-        TokMode mode = strcmp(line, "plain") == 0 ? TOK_PLAIN : strcmp(line, "special") == 0 ? TOK_SPECIAL : TOK_USER_DEFINED;
+        TokMode mode = strcmp(line, "plain") == 0 ? TOK_PLAIN : strcmp(line, "special") == 0 ? TOK_SPECIAL
+            : TOK_USER_DEFINED;
 
         size_t n = strlen(hex) / 2;
         char *text = alloc(n);
@@ -283,7 +287,8 @@ static void check_decode(Tokenizer *t, char *file) {
     size_t n_rows = 0;
     for (char *at = file; file && *at && next_row(&at, &row); n_rows++) {
         TokIds ids = ids_field(&row, "ids");
-        const TokStr hex[2] = { text_field(&row, "hex"), text_field(&row, "hex_special") }, flush = text_field(&row, "flush");
+        const TokStr hex[2] = { text_field(&row, "hex"), text_field(&row, "hex_special") },
+        flush = text_field(&row, "flush");
         for (int show = 0; show < 2; show++) {
             size_t n = 0;
             bool same = true;
@@ -295,7 +300,8 @@ static void check_decode(Tokenizer *t, char *file) {
                            (unsigned char)piece.s[k] == hex_digit(pair[0]) * 16 + hex_digit(pair[1]);
                 }
             }
-            CHECK(same && 2 * n == hex[show].n, "decode row %zu: bytes, specials %s", n_rows, show ? "shown" : "hidden");
+            CHECK(same && 2 * n == hex[show].n, "decode row %zu: bytes, specials %s", n_rows,
+                  show ? "shown" : "hidden");
         }
         char *out = alloc(t->stream_cap);
         TokStream s = { { 0 }, 0 };
@@ -333,16 +339,18 @@ static void put_scalar(TokText *out, uint32_t c) {
     put_text(out, s, gguf_utf8(c, s));
 }
 
-// The long texts that are given by a rule (README.md of the golden data names them).
+// The long texts that are made by a rule (see README.md of the golden data).
 static TokText make_long(const GgufJson *row, const TokVocab *v) {
-    const TokStr name = text_field(row, "name"), repeat = text_field(row, "repeat"), alphabet = text_field(row, "alphabet");
+    const TokStr name = text_field(row, "name"), repeat = text_field(row, "repeat"),
+        alphabet = text_field(row, "alphabet");
     const GgufJson times = field(row, "times");
     int64_t n = 0;
     TokText out = { 0 };
     gguf_json_int(&times, 0, 10000000, &n);
     for (int64_t i = 0; i < n; i++) put_text(&out, repeat.s, repeat.n);
     const bool scalars = !strncmp(name.s, "all_scalars", 11), tokens = !strncmp(name.s, "all_normal", 10);
-    const bool nl = name.n > 3 && !strcmp(name.s + name.n - 3, "_nl"), sp = name.n > 3 && !strcmp(name.s + name.n - 3, "_sp");
+    const bool nl = name.n > 3 && !strcmp(name.s + name.n - 3, "_nl"), sp = name.n > 3 &&
+        !strcmp(name.s + name.n - 3, "_sp");
     for (uint32_t c = 0; scalars && c <= 0x10FFFF; c++) {
         if (c >= 0xD800 && c <= 0xDFFF) continue;
         if (sp) put_text(&out, " ", 1);
@@ -385,8 +393,8 @@ static void check_generated(Tokenizer *t, const TokVocab *v, char *file) {
             for (int b = 0; b < 32; b += 8) h = (h ^ (uint8_t)((uint32_t)ids.ids[i] >> b)) * 0x100000001B3u;
         char got[20];
         snprintf(got, sizeof got, "%016llx", (unsigned long long)h);
-        CHECK((int64_t)ids.n == count && !strcmp(got, want.s), "%s: %zu ids, hash %s; want %lld, %s", name.s, ids.n, got,
-              (long long)count, want.s);
+        CHECK((int64_t)ids.n == count && !strcmp(got, want.s), "%s: %zu ids, hash %s; want %lld, %s", name.s, ids.n,
+              got, (long long)count, want.s);
         tok_ids_free(&ids);
         tok_text_free(&text);
         free_str(name);
@@ -424,7 +432,7 @@ static void test_real_vocabulary(void) {
 
 // ---- random texts ---------------------------------------------------------------------------------------------------
 
-// Texts of token pieces, words, specials, letters and raw bytes, against the judge in all modes.
+// Texts of token pieces, words, special strings, letters and raw bytes, against the naive encoder in all modes.
 static void test_random_texts(Tokenizer *t, const Judge *j) {
     for (int k = 0; k < 400; k++) {
         char text[2000];
@@ -447,8 +455,8 @@ static void test_random_texts(Tokenizer *t, const Judge *j) {
     }
 }
 
-// Random merge lists over five characters, in random order, so that merges apply in every constellation, in short runs
-// and in runs above the limit where the heap takes over.
+// Random merge lists over five characters, in random order, so that merges apply in all combinations, in short pieces
+// and in pieces long enough for the heap.
 static void test_random_vocabularies(void) {
     enum { N_CHARS = 5, N_MERGES = 60, MAX_TEXT = 64 };
     for (int k = 0; k < 300; k++) {
@@ -501,8 +509,7 @@ static void test_random_vocabularies(void) {
     }
 }
 
-// Unbroken runs of 2 MB end in a moment unless the time grows with the square of the length. Here the size is the test:
-// a quadratic loop would need 10^12 steps.
+// Pieces of 2 MB without a cut are fast unless the time is quadratic: a quadratic loop would need 10^12 steps.
 static void test_long_runs(Tokenizer *t) {
     const size_t n = 2u << 20;
     char *text = alloc(n), *back = alloc(n + t->stream_cap);
@@ -525,8 +532,8 @@ static void test_long_runs(Tokenizer *t) {
 // ---- decode, stop ids -----------------------------------------------------------------------------------------------
 
 static void test_decode(Tokenizer *t) {
-    CHECK(tok_piece(t, -1, true).n == 0 && tok_piece(t, t->n_tokens, true).n == 0 && tok_piece(t, INT32_MIN, true).n == 0 &&
-          tok_piece(t, INT32_MAX, true).n == 0, "pieces of ids out of range");
+    CHECK(tok_piece(t, -1, true).n == 0 && tok_piece(t, t->n_tokens, true).n == 0 &&
+          tok_piece(t, INT32_MIN, true).n == 0 && tok_piece(t, INT32_MAX, true).n == 0, "pieces of ids out of range");
     CHECK(tok_piece(t, t->turn_open, false).n == 0, "a hidden special has a piece");
     TokStr shown = tok_piece(t, t->turn_open, true);
     CHECK(shown.n == 7 && memcmp(shown.s, "<|turn>", 7) == 0, "shown special: \"%.*s\"", (int)shown.n, shown.s);
@@ -540,7 +547,7 @@ static void test_decode(Tokenizer *t) {
     size_t c = tok_stream_push(t, &s, t->byte_id[0xAC], false, out, sizeof out);
     CHECK(a == 0 && b == 0 && c == 3 && memcmp(out, "\xE2\x82\xAC", 3) == 0, "euro sign: %zu %zu %zu", a, b, c);
 
-    // Half of it, then a letter: the two bytes are beyond repair, the letter is not.
+    // Half of it, then a letter: the two bytes become U+FFFD, the letter is kept.
     tok_stream_push(t, &s, t->byte_id[0xE2], false, out, sizeof out);
     tok_stream_push(t, &s, t->byte_id[0x82], false, out, sizeof out);
     a = tok_stream_push(t, &s, t->byte_id['x'], false, out, sizeof out);
@@ -549,7 +556,7 @@ static void test_decode(Tokenizer *t) {
     CHECK(tok_stream_flush(&s, out, sizeof out) == 3 && s.n == 0, "flush of one pending byte");
     CHECK(tok_stream_flush(&s, out, sizeof out) == 0, "flush of nothing");
 
-    // Too little room: never a byte beyond it, never half a character.
+    // Too small a buffer: nothing is written after its end, and no incomplete character.
     for (size_t cap = 0; cap < 12; cap++) {
         s = (TokStream){ { 0xE2, 0x82 }, 2 };
         memset(out, '#', sizeof out);
@@ -561,7 +568,7 @@ static void test_decode(Tokenizer *t) {
     }
 }
 
-// ---- hand-made and hostile vocabularies -----------------------------------------------------------------------------
+// ---- hand-made and malicious vocabularies --------------------------------------------------------------------------
 
 typedef struct {
     TokStr tokens[320], merges[64];
@@ -578,7 +585,7 @@ static int add_token(Hand *h, const char *text, int32_t type) {
 
 static void add_merge(Hand *h, const char *line) { h->merges[h->v.n_merges++] = (TokStr){ line, strlen(line) }; }
 
-enum { ID_A = 7, ID_B, ID_C, ID_AB, ID_BC, ID_ABC, ID_SP, ID_SPA, ID_NL, ID_BYTES };   // ids in the hand-made vocabulary
+enum { ID_A = 7, ID_B, ID_C, ID_AB, ID_BC, ID_ABC, ID_SP, ID_SPA, ID_NL, ID_BYTES };  // ids in the hand-made vocabulary
 
 static void make_hand(Hand *h, bool with_bytes) {
     memset(h, 0, sizeof *h);
@@ -611,9 +618,9 @@ static void check_hand(Hand *h, const char *text, TokMode mode, const int32_t *i
 static void check_refused(Hand *h, const char *want, const char *what) {
     Tokenizer t;
     int rc = tok_init(&t, &h->v);
-    CHECK(rc < 0 && strstr(t.err, want) && !strchr(t.err, '\n'), "%s: rc %d, want an error with \"%s\", got \"%s\"", what, rc,
-          want, rc < 0 ? t.err : "");
-    tok_free(&t);                                      // harmless after a failure
+    CHECK(rc < 0 && strstr(t.err, want) && !strchr(t.err, '\n'), "%s: rc %d, want an error with \"%s\", got \"%s\"",
+          what, rc, want, rc < 0 ? t.err : "");
+    tok_free(&t);                                      // allowed after a failure
 }
 
 static void test_hand_made(void) {
@@ -631,10 +638,10 @@ static void test_hand_made(void) {
     check_hand(&h, "\xE2\x82", TOK_PLAIN, IDS(ID_BYTES + 0xEF, ID_BYTES + 0xBF, ID_BYTES + 0xBD, ID_BYTES + 0xEF,
                                              ID_BYTES + 0xBF, ID_BYTES + 0xBD), "invalid bytes");
 
-    // Repeated texts: the first id counts; both decode.
+    // Repeated texts: the first id is used; both are decoded.
     int twin = add_token(&h, "ab", 1);
     check_hand(&h, "ab", TOK_PLAIN, IDS(ID_AB), "repeated token");
-    h.v.types = NULL;                                  // bytes and specials are known by their texts
+    h.v.types = NULL;                                  // bytes and special strings are recognised by their texts
     check_hand(&h, "ab d<|turn>", TOK_SPECIAL, IDS(ID_AB, ID_SP, ID_BYTES + 'd', 3), "no types");
     h.v.types = h.types;
     Tokenizer t;
@@ -643,8 +650,8 @@ static void test_hand_made(void) {
         tok_free(&t);
     }
 
-    // Merges that cannot apply are skipped: no space, empty sides, unknown texts, half a character, a byte token, and
-    // above all those that would make a special out of plain text.
+    // Merges that cannot apply are ignored: no space, empty sides, unknown texts, half a character, a byte token, and
+    // those that would make a special string from plain text.
     make_hand(&h, true);
     add_token(&h, "<|tu", 1);
     add_token(&h, "rn>", 1);
@@ -662,7 +669,7 @@ static void test_hand_made(void) {
     }
     check_hand(&h, " abc", TOK_PLAIN, IDS(ID_SP, ID_ABC), "useless merges");
     check_hand(&h, "Ab", TOK_PLAIN, IDS(ID_BYTES + 'A', ID_B), "a byte token does not merge");
-    add_merge(&h, "b c");                              // repeated: the lower rank stays
+    add_merge(&h, "b c");                              // repeated: the lower rank is used
     check_hand(&h, "abc", TOK_PLAIN, IDS(ID_ABC), "repeated merge");
     h.v.n_merges = 0;
     check_hand(&h, "abc", TOK_PLAIN, IDS(ID_A, ID_B, ID_C), "no merges");
@@ -670,22 +677,23 @@ static void test_hand_made(void) {
     check_hand(&h, "abc", TOK_PLAIN, IDS(ID_A, ID_B, ID_C), "no merge list");
 
     make_hand(&h, true);
-    h.types[ID_A] = 3;                                 // a control token is not made from plain text
+    h.types[ID_A] = 3;                                 // plain text never becomes a control token
     check_hand(&h, "ab", TOK_PLAIN, IDS(ID_BYTES + 'a', ID_B), "control token of one letter");
     for (int i = 0; i < h.v.n_tokens; i++) if (h.types[i] != 6) h.types[i] = -77 + i;
     h.types[3] = 1000000;
     for (int i = 0; i < h.v.n_tokens; i++) if (h.types[i] == 6 && i < ID_BYTES) h.types[i] = 1;
     check_hand(&h, "ab", TOK_PLAIN, IDS(ID_AB), "unknown types are normal");
 
-    // Byte tokens missing: fine until one is needed, then an error that names it, and the result untouched.
+    // Missing byte tokens: no error until one is needed; then an error names it, and the result is unchanged.
     make_hand(&h, false);
     check_hand(&h, "ab\nc", TOK_PLAIN, IDS(ID_AB, ID_NL, ID_C), "no byte tokens, none needed");
     if (CHECK(tok_init(&t, &h.v) == 0, "%s", t.err)) {
         TokIds out = { 0 };
         CHECK(tok_encode(&t, "c", 1, TOK_PLAIN, &out) == 0 && out.n == 1, "append: %s", t.err);
         int rc = tok_encode(&t, "ab<|turn>a\xC3\xA9", 12, TOK_SPECIAL, &out);
-        CHECK(rc < 0 && strstr(t.err, "<0xC3>") && out.n == 1, "missing byte: rc %d, %zu ids, \"%s\"", rc, out.n, t.err);
-        // The chat needs more than the letters a, b, c here, too.
+        CHECK(rc < 0 && strstr(t.err, "<0xC3>") && out.n == 1, "missing byte: rc %d, %zu ids, \"%s\"", rc, out.n,
+              t.err);
+        // The chat needs more letters than a, b, c.
         const TokChat chat = { .messages = str("[{\"role\":\"user\",\"content\":\"a\"}]") };
         rc = tok_chat(&t, &chat, &out, NULL);
         CHECK(rc < 0 && strstr(t.err, "<0x75>") && out.n == 1, "chat without bytes: rc %d \"%s\"", rc, t.err);
@@ -693,7 +701,7 @@ static void test_hand_made(void) {
         tok_free(&t);
     }
 
-    // Specials missing.
+    // Missing special strings.
     make_hand(&h, true);
     h.tokens[3] = (TokStr){ "<|turm>", 7 };
     check_hand(&h, "a<|turn>", TOK_SPECIAL, IDS(ID_A, ID_BYTES + '<', ID_BYTES + '|', ID_BYTES + 't', ID_BYTES + 'u',
@@ -708,7 +716,7 @@ static void test_hand_made(void) {
         tok_free(&t);
     }
 
-    // Files that are refused.
+    // Refused files.
     make_hand(&h, true); h.v.n_tokens = 0;           check_refused(&h, "tokens", "no tokens");
     make_hand(&h, true); h.v.n_tokens = -5;          check_refused(&h, "tokens", "negative count");
     make_hand(&h, true); h.v.tokens = NULL;          check_refused(&h, "tokens", "no list");
@@ -731,13 +739,13 @@ static void test_hand_made(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// ---- keys made for one slot -----------------------------------------------------------------------------------------
-// A table at address 0 has the hash that a file's author can compute: texts and pairs that meet in one slot there must lie
-// apart in a table of its own address.
+// ---- keys that collide ----------------------------------------------------------------------------------------------
+// The author of a file can compute the hash of a table at address 0: texts and pairs that collide there must not
+// collide in a table at its real address.
 
 enum { N_MADE = 1500, MADE_MASK = 4095, APART = 100 };           // both tables have 4096 slots
 
-// Pairs made for one slot of a table at 0, in a table at address `at`: they must not meet there either.
+// Pairs that share one slot of a table at address 0, in a table at address `at`: they must not collide there.
 static void test_made_pairs_at(uintptr_t at) {
     static uint64_t keys[N_MADE];
     for (uint32_t b = 0, n = keys[N_MADE - 1] ? N_MADE : 0; n < N_MADE; b++) {
@@ -752,7 +760,8 @@ static void test_made_pairs_at(uintptr_t at) {
     }
     int run = 0, longest = 0;
     for (int i = 0; i <= MADE_MASK; i++) longest = (run = used[i] ? run + 1 : 0) > longest ? run : longest;
-    CHECK(longest < APART, "pairs made for one slot, table at %p: %d of %d in a row", (const void *)at, longest, N_MADE);
+    CHECK(longest < APART, "pairs made for one slot, table at %p: %d of %d in a row", (const void *)at, longest,
+          N_MADE);
 }
 
 static void test_made_keys(void) {
@@ -773,14 +782,18 @@ static void test_made_keys(void) {
         for (size_t i = 0; i <= x.mask; i++)
             if ((run = x.slot[i].id >= 0 ? run + 1 : 0) > longest) longest = run;
         CHECK(longest < APART, "texts made for one slot: %zu of %d in a row", longest, N);
-        for (int i = 0; i < N; i++) if (tok__id_of(&x, tokens[i]) != i) CHECK(0, "text %d made for one slot: not found", i);
+        for (int i = 0; i < N; i++)
+            if (tok__id_of(&x, tokens[i]) != i) CHECK(0, "text %d made for one slot: not found", i);
     }
     free(x.slot);
     tok_free(&t);
 
     t = (Tokenizer){ .join_mask = 1023, .join = calloc(1024, sizeof *t.join) };
     for (uint32_t a = 0x20, b = 0; t.join && t.n_join < N; b++) {
-        if (b == 0x10000) a++, b = 0;
+        if (b == 0x10000) {
+            a++;
+            b = 0;
+        }
         if ((tok__mix(NULL, tok__join_key(a, b)) & MASK) == 0 && tok__add_join(&t, a, b) < 0) break;
     }
     if (CHECK(t.n_join == N && t.join_mask == MASK, "%zu pairs in %zu slots", t.n_join, t.join_mask + 1)) {
