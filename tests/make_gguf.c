@@ -449,7 +449,7 @@ static void add_tokenizer(Meta *md, int n) {
         snprintf(tok[238 + b].text, sizeof tok->text, "<0x%02X>", (unsigned)b);
         tok[238 + b].type = BYTE;
     }
-    at = 138 + (n >= 1024 ? 0 : 96);                    // behind the ASCII tokens of a small vocabulary
+    at = 138 + (n >= 1024 ? 0 : 96);                    // after the ASCII tokens of a small vocabulary
     for (int k = 2; k <= longest_space; k++) repeat(tok[at++].text, SPACE, k);
     if (n >= 1024)
         for (size_t r = 0; r < sizeof HTML / sizeof *HTML; r++)

@@ -468,7 +468,7 @@ static void test_poison(void) {
             poison_row(c, 0, seen[k] % c->slots);
             run_chain(m, 0, t.text + len, 1, ALL);
             CHECK(!equal(logits(m, 0), expected(len)),
-                  "%s: cache %d: position %d is in sight of position %d, but NaN there changes nothing", t.name, i, seen[k], len);
+                  "%s: cache %d: position %d is visible from position %d, but NaN there changes nothing", t.name, i, seen[k], len);
             kv_move(c, 0, seen[k] % c->slots, c, 1, seen[k] % c->slots);
         }
         if (!is_ring(m, i)) continue;

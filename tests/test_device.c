@@ -325,7 +325,7 @@ static void test_memory(const char *model) {
     CHECK(shared.plan.weights == own.plan.weights && !shared.plan.in_host,
           "shared memory: weights take %zu bytes, else %zu; %zu in host memory", shared.plan.weights, own.plan.weights,
           shared.plan.in_host);
-    CHECK(shared.plan.scratch > own.plan.scratch, "shared memory: what is pinned is not in the plan");
+    CHECK(shared.plan.scratch > own.plan.scratch, "shared memory: the plan does not include pinned memory");
     CHECK(own.resident > 3 * shared.resident, "after loading %zu bytes of the file stay in shared memory, else %zu",
           shared.resident, own.resident);
     const Loaded small = load_on("rtx5090", model, own.needed - 1, &status);
@@ -334,7 +334,7 @@ static void test_memory(const char *model) {
     CHECK(status == 1 && is_one_line(err) && strstr(err, "out of memory"), "shared memory: the table leaves it: %d, %s",
           status, err);
     const Loaded exact = load_on("gb10", model, shared.needed + (64 << 20), &status);
-    CHECK(exact.needed, "shared memory: what is planned does not fit: %s", err);
+    CHECK(exact.needed, "shared memory: the plan does not fit: %s", err);
 }
 #endif
 #endif

@@ -304,7 +304,7 @@ static void test_backend(const char *path, const char *drafter) {
             CHECK(n_uploads == m->binder->n_uploads + m->drafter->binder->n_uploads,
                   "lazy %d: %d uploads after draft %d", lazy, n_uploads, i);
         }
-        CHECK(n_sent == 0, "a second draft of the same session sends %d pieces", n_sent);
+        CHECK(n_sent == 0, "a second draft of the same session uploads %d copies", n_sent);
         read_back(m, lazy ? got : want, m->drafter->ids, sizeof got);
         close_model(m);
     }

@@ -731,7 +731,7 @@ static void test_states(void) {
         "a complete text may end");
     done = copy;
     CHECK(grammar_advance(&g, &done, t.turn_close) && is_complete(&g, done) && !grammar_advance(&g, &done,
-        t.code_point['['] - 1), "nothing behind the end");
+        t.code_point['['] - 1), "nothing after the end");
     CHECK(grammar_mask(&g, s, mask, t.n_tokens) && !in_mask(mask, t.turn_close) && !grammar_advance(&g, &done,
         t.turn_close), "no end inside");
     CHECK(!grammar_advance(&g, &(GrammarState){ s }, -1) && !grammar_advance(&g, &(GrammarState){ s }, t.n_tokens),
@@ -747,7 +747,7 @@ static void test_states(void) {
     }
     CHECK(s && !g.failed, "6000 items: %s", g.err);
     CHECK(largest > GRAMMAR_MEMORY / 8 && largest < GRAMMAR_MEMORY / 4, "%zu bytes at most", largest);
-    check_mask(&g, s, "behind 6000 items", 0);
+    check_mask(&g, s, "after 6000 items", 0);
     free(mask);
     tok_ids_free(&ids);
     grammar_free(&g);

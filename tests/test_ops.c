@@ -130,7 +130,7 @@ static void sweep(void) {
         bool whole = memcmp(image + b->bytes, guard, GUARD) == 0, same = !b->src ||
             memcmp(image, b->src, b->bytes) == 0;
         if (!whole || !same)
-            CHECK(false, "%s: %s: got %s, want %s", now, b->name, whole ? "a changed input" : "a write behind its end",
+            CHECK(false, "%s: %s: got %s, want %s", now, b->name, whole ? "a changed input" : "a write after its end",
                   whole ? "the bytes put there" : "none");
         free(image);
         free(b->src);
@@ -1710,7 +1710,7 @@ static void attend_store_case(AttendCase t, bool reader, const TestStep *s) {
         out[path] = fetch_f(y, n * q_dim);
     }
     for (int path = 1; path < 4; path++) {
-        const char *what = path == 1 ? "out" : path == 2 ? "out of views" : "out behind a product";
+        const char *what = path == 1 ? "out" : path == 2 ? "out of views" : "out after a product";
         same_bits(what, out[path], out[0], (size_t)(n * q_dim), sizeof(float));
         same_planes(t.staged ? stage[path].c : ring[path].c, t.staged ? stage[0].c : ring[0].c, false, what);
     }

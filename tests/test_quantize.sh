@@ -260,7 +260,7 @@ elif env --default-signal=INT true 2>/dev/null; then      # a shell starts backg
     long=$tmp/long.gguf
     ok "SIGHUP: it was in the middle" [ "$sent" -eq 0 ]
     trap - HUP
-    ok "SIGHUP under nohup: it goes on" [ "$status" -eq 0 ]
+    ok "SIGHUP under nohup: the run continues" [ "$status" -eq 0 ]
     cp "$tmp/stay.txt" "$tmp/stay.gguf"
     run quantize "$tmp/tiny-moe-f32.gguf" "$tmp/stay.gguf" q6_k
     ok "after that it works" made

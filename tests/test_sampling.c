@@ -391,7 +391,7 @@ static void test_weights(void) {
           sample_share(total, NAN) == total && sample_share(total, 0.5f) == total / 2 &&
               sample_share(1000, 0.25f) == 250 &&
           sample_share(7, 0.5f) == 3 && sample_share(total,
-                                                     16777215.0f / 16777216.0f) == total - (total >> 24) - 1, "share: an extreme is wrong");
+                                                     16777215.0f / 16777216.0f) == total - (total >> 24) - 1, "sample_share: wrong at an extreme");
     const SampleParams p = { .repeat = 2, .presence = 0.5f, .frequency = 0.25f };
     CHECK(sample_penalised(3, 2, &p) == 0.5f && sample_penalised(-3, 1, &p) == -6.75f &&
           sample_penalised(0, 4, &p) == -1.5f &&
@@ -691,7 +691,7 @@ static void check_stops(const TextList *stops, const char *text, int most) {
           "stop strings: '%s', first stop '%s', pieces of %d: got '%.*s', want '%.*s'%s", text,
           stops->n ? stops->text[0] : "", most, passed,
           all, want, text, early ? "; part of a stop string was passed on" : late
-              ? "; too much or too little was held back" : "");
+              ? "; too many or too few bytes were held back" : "");
     free(out);
     free(s.held);
 }

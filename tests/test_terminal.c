@@ -56,7 +56,7 @@ static void test_talk(void) {
     set_locale("C", NULL);
     if (!start("-n", "40", NULL, NULL)) return;
     says("Tell me a story about a fox.\n", "Once upon a time");
-    CHECK(pty_expect(&p, "\n> "), "no prompt behind the answer: %s", pty_tail(&p));
+    CHECK(pty_expect(&p, "\n> "), "no prompt after the answer: %s", pty_tail(&p));
     says("What was its name?\n", "\n> ");
     says("/stats\n", "were cached");
     CHECK(pty_expect(&p, "; 4 messages"), "/stats counts no messages: %s", pty_tail(&p));
@@ -75,7 +75,7 @@ static void test_talk(void) {
     says("/exit\n", "");
     ends("/exit", 0);
     snprintf(line, sizeof line, "grep -qF 'one \\ntwo " WORLD "\"' %s/lines.json", tmp);
-    CHECK(system(line) == 0, "a line that ends in a backslash does not go on, or characters are lost");
+    CHECK(system(line) == 0, "a line that ends in a backslash is not continued, or characters are lost");
 }
 
 static void test_end_of_input(void) {

@@ -630,7 +630,7 @@ static void test_hand_made(void) {
     check_hand(&h, "abc", TOK_PLAIN, IDS(ID_ABC), "b c first, then a bc");
     check_hand(&h, "abab", TOK_PLAIN, IDS(ID_AB, ID_AB), "ab twice");
     check_hand(&h, "bcc", TOK_PLAIN, IDS(ID_BC, ID_C), "bc c");
-    check_hand(&h, " abc", TOK_PLAIN, IDS(ID_SP, ID_ABC), "space stays alone: a is taken by a lower rank");
+    check_hand(&h, " abc", TOK_PLAIN, IDS(ID_SP, ID_ABC), "space is not merged: a merge of lower rank takes the a");
     check_hand(&h, " a", TOK_PLAIN, IDS(ID_SPA), "space joins");
     check_hand(&h, "d", TOK_PLAIN, IDS(ID_BYTES + 'd'), "byte fallback");
     check_hand(&h, "<|turn>a", TOK_SPECIAL, IDS(3, ID_A), "special");

@@ -28,5 +28,5 @@ status=$?
 cat "$tmp/out"
 ok "the walk found nothing" [ "$status" -eq 0 ]
 ok "it compared answers" grep -q '^# walk: .* failed: [1-9][0-9]* answers compared' "$tmp/out"
-ok "the server went on from what it held" grep -q '; [1-9][0-9]* tokens reused, [1-9][0-9]* sessions resumed;' "$tmp/out"
+ok "the server continued from its cache" grep -q '; [1-9][0-9]* tokens reused, [1-9][0-9]* sessions resumed;' "$tmp/out"
 finish test_walk
