@@ -58,8 +58,9 @@ static void tensor(const char *name, uint32_t type, uint32_t n_dims, const uint6
     put_u32(type);
     put_u64(offset);
 }
-static void tensor_1d(const char *name, uint32_t type, uint64_t ne0,
-                      uint64_t offset) { tensor(name, type, 1, &ne0, offset); }
+static void tensor_1d(const char *name, uint32_t type, uint64_t ne0, uint64_t offset) {
+    tensor(name, type, 1, &ne0, offset);
+}
 static void data(size_t align, size_t n) {
     while (file_n % align) put_u8(0);
     put_zeros(n);
@@ -158,256 +159,105 @@ static void loads(const char *what) {
 
 static void test_header(void) {
     static const size_t sizes[] = {0, 1, 3, 4, 23};
-    for (int i = 0; i < 5; i++) {
-        base();
-        file_n = sizes[i];
-        rejects("1 short file", "E_TRUNC", "header");
-    }
-    base();
-    memcpy(file, "FUGG", 4);
-    rejects("2 magic FUGG", "E_MAGIC", "46 55 47 47");
-    base();
-    memcpy(file, "GGUf", 4);
-    rejects("2 magic GGUf", "E_MAGIC", NULL);
-    base();
-    set_u32(4, 0);
-    rejects("3 version 0", "E_ENDIAN|E_VERSION", "version");
-    base();
-    set_u32(4, 1);
-    rejects("4 version 1", "E_VERSION", "got 1");
-    base();
-    set_u32(4, 4);
-    rejects("5 version 4", "E_VERSION", "got 4");
-    base();
-    set_u32(4, 0xffffffff);
-    rejects("5 version 2^32-1", "E_VERSION", NULL);
-    base();
-    set_u32(4, 0x03000000);
-    rejects("6 big-endian", "E_ENDIAN", "big-endian");
-    base();
-    set_u64(8, UINT64_MAX);
-    rejects("7 n_tensors 2^64-1", "E_NTENSORS", "tensor count");
-    base();
-    set_u64(8, (uint64_t)1 << 62);
-    rejects("7 n_tensors 2^62", "E_NTENSORS", NULL);
-    base();
-    set_u64(8, 65537);
-    rejects("7 n_tensors 65537", "E_NTENSORS", "65537");
-    base();
-    set_u64(16, UINT64_MAX);
-    rejects("8 n_kvs 2^64-1", "E_NKV", "key count");
-    base();
-    set_u64(16, (uint64_t)1 << 40);
-    rejects("8 n_kvs 2^40", "E_NKV", NULL);
-    base();
-    set_u64(16, 2);
-    rejects("8 one key more than present", "", NULL);
-    base();
-    set_u64(16, (BASE_SIZE - 24 - 33) / 14 + 1);
+    for (int i = 0; i < 5; i++) base(), file_n = sizes[i], rejects("1 short file", "E_TRUNC", "header");
+    base(), memcpy(file, "FUGG", 4), rejects("2 magic FUGG", "E_MAGIC", "46 55 47 47");
+    base(), memcpy(file, "GGUf", 4), rejects("2 magic GGUf", "E_MAGIC", NULL);
+    base(), set_u32(4, 0), rejects("3 version 0", "E_ENDIAN|E_VERSION", "version");
+    base(), set_u32(4, 1), rejects("4 version 1", "E_VERSION", "got 1");
+    base(), set_u32(4, 4), rejects("5 version 4", "E_VERSION", "got 4");
+    base(), set_u32(4, 0xffffffff), rejects("5 version 2^32-1", "E_VERSION", NULL);
+    base(), set_u32(4, 0x03000000), rejects("6 big-endian", "E_ENDIAN", "big-endian");
+    base(), set_u64(8, UINT64_MAX), rejects("7 n_tensors 2^64-1", "E_NTENSORS", "tensor count");
+    base(), set_u64(8, (uint64_t)1 << 62), rejects("7 n_tensors 2^62", "E_NTENSORS", NULL);
+    base(), set_u64(8, 65537), rejects("7 n_tensors 65537", "E_NTENSORS", "65537");
+    base(), set_u64(16, UINT64_MAX), rejects("8 n_kvs 2^64-1", "E_NKV", "key count");
+    base(), set_u64(16, (uint64_t)1 << 40), rejects("8 n_kvs 2^40", "E_NKV", NULL);
+    base(), set_u64(16, 2), rejects("8 one key more than present", "", NULL);
+    base(), set_u64(16, (BASE_SIZE - 24 - 33) / 14 + 1);
     rejects("9 counts just above the size", "E_NKV|E_NTENSORS", NULL);
-    base();
-    set_u64(16, (BASE_SIZE - 24) / 14 + 1);
-    rejects("9 keys just above the size", "E_NKV", NULL);
+    base(), set_u64(16, (BASE_SIZE - 24) / 14 + 1), rejects("9 keys just above the size", "E_NKV", NULL);
 }
 
 static void test_keys(void) {
-    base();
-    set_u64(AT_KEY, 0);
-    rejects("10 key length 0", "E_KEY_LEN", "key");
-    base();
-    set_u64(AT_KEY, (uint64_t)1 << 63);
-    rejects("11 key length 2^63", "E_KEY_LEN", NULL);
-    base();
-    set_u64(AT_KEY, UINT64_MAX);
-    rejects("11 key length 2^64-1", "E_KEY_LEN", NULL);
-    base();
-    set_u64(AT_KEY, BASE_SIZE - AT_KEY - 8 + 1);
-    rejects("11 key length rest+1", "E_TRUNC", NULL);
-    base();
-    file[AT_KEY + 9] = 0;
-    rejects("12 NUL in key", "E_KEY_CHAR", "g\\x00neral");
-    base();
-    file[AT_KEY + 9] = ' ';
-    rejects("12 space in key", "E_KEY_CHAR", "g\\x20neral");
-    base();
-    file[AT_KEY + 9] = 0x80;
-    rejects("12 0x80 in key", "E_KEY_CHAR", "g\\x80neral");
-    begin(1, 2);
-    kv_arch();
-    kv_arch();
-    tail();
-    rejects("13 same key twice", "E_KEY_DUP", "general.architecture");
-    base_kv("general.architecture", GGUF_V_U8);
-    put_u8(1);
-    tail();
+    base(), set_u64(AT_KEY, 0), rejects("10 key length 0", "E_KEY_LEN", "key");
+    base(), set_u64(AT_KEY, (uint64_t)1 << 63), rejects("11 key length 2^63", "E_KEY_LEN", NULL);
+    base(), set_u64(AT_KEY, UINT64_MAX), rejects("11 key length 2^64-1", "E_KEY_LEN", NULL);
+    base(), set_u64(AT_KEY, BASE_SIZE - AT_KEY - 8 + 1), rejects("11 key length rest+1", "E_TRUNC", NULL);
+    base(), file[AT_KEY + 9] = 0, rejects("12 NUL in key", "E_KEY_CHAR", "g\\x00neral");
+    base(), file[AT_KEY + 9] = ' ', rejects("12 space in key", "E_KEY_CHAR", "g\\x20neral");
+    base(), file[AT_KEY + 9] = 0x80, rejects("12 0x80 in key", "E_KEY_CHAR", "g\\x80neral");
+    begin(1, 2), kv_arch(), kv_arch(), tail(), rejects("13 same key twice", "E_KEY_DUP", "general.architecture");
+    base_kv("general.architecture", GGUF_V_U8), put_u8(1), tail();
     rejects("13 same key, other type", "E_KEY_DUP", "general.architecture");
-    base();
-    set_u32(AT_KV_TYPE, 13);
-    rejects("14 value type 13", "E_KV_TYPE", "general.architecture");
-    base();
-    set_u32(AT_KV_TYPE, 0xffffffff);
-    rejects("14 value type -1", "E_KV_TYPE", "got -1");
-    base();
-    set_u32(AT_KV_TYPE, 0x7fffffff);
-    rejects("14 value type 2^31-1", "E_KV_TYPE", NULL);
-    base_kv("k", GGUF_V_BOOL);
-    put_u8(2);
-    tail();
-    rejects("15 bool 2", "E_KV_BOOL", "'k'");
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", GGUF_V_BOOL, 3);
-    put_u8(1);
-    put_u8(0);
-    put_u8(255);
-    tail();
+    base(), set_u32(AT_KV_TYPE, 13), rejects("14 value type 13", "E_KV_TYPE", "general.architecture");
+    base(), set_u32(AT_KV_TYPE, 0xffffffff), rejects("14 value type -1", "E_KV_TYPE", "got -1");
+    base(), set_u32(AT_KV_TYPE, 0x7fffffff), rejects("14 value type 2^31-1", "E_KV_TYPE", NULL);
+    base_kv("k", GGUF_V_BOOL), put_u8(2), tail(), rejects("15 bool 2", "E_KV_BOOL", "'k'");
+    begin(1, 2), kv_arch(), kv_array("k", GGUF_V_BOOL, 3), put_u8(1), put_u8(0), put_u8(255), tail();
     rejects("15 bool 255 in an array", "E_KV_BOOL", "'k'");
-    base();
-    set_u64(AT_VALUE, UINT64_MAX);
-    rejects("16 string of 2^64-1", "E_TRUNC", "general.architecture");
-    base();
-    set_u64(AT_VALUE, BASE_SIZE - AT_VALUE - 8 + 1);
-    rejects("16 string of rest+1", "E_TRUNC", NULL);
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", GGUF_V_U64, (uint64_t)1 << 61);
-    tail();
+    base(), set_u64(AT_VALUE, UINT64_MAX), rejects("16 string of 2^64-1", "E_TRUNC", "general.architecture");
+    base(), set_u64(AT_VALUE, BASE_SIZE - AT_VALUE - 8 + 1), rejects("16 string of rest+1", "E_TRUNC", NULL);
+    begin(1, 2), kv_arch(), kv_array("k", GGUF_V_U64, (uint64_t)1 << 61), tail();
     rejects("17 u64 * 2^61", "E_ARR_LEN", "'k'");
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", GGUF_V_U8, 0);
+    begin(1, 2), kv_arch(), kv_array("k", GGUF_V_U8, 0);
     size_t at = file_n;
-    tail();
-    set_u64(at - 8, file_n - at + 1);
-    rejects("18 u8 * (rest+1)", "E_ARR_LEN", "'k'");
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", GGUF_V_STR, (uint64_t)1 << 60);
-    tail();
+    tail(), set_u64(at - 8, file_n - at + 1), rejects("18 u8 * (rest+1)", "E_ARR_LEN", "'k'");
+    begin(1, 2), kv_arch(), kv_array("k", GGUF_V_STR, (uint64_t)1 << 60), tail();
     rejects("19 2^60 strings", "E_ARR_LEN", "'k'");
-    begin(0, 1);
-    kv_array("k", GGUF_V_STR, 3);
-    put_str("first string");
-    put_str("second string");
+    begin(0, 1), kv_array("k", GGUF_V_STR, 3), put_str("first string"), put_str("second string");
     rejects("20 2 strings of 3", "E_TRUNC", "'k'");
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", GGUF_V_STR, 2);
-    put_str("x");
-    put_u64((uint64_t)-8);
-    tail();
+    begin(1, 2), kv_arch(), kv_array("k", GGUF_V_STR, 2), put_str("x"), put_u64((uint64_t)-8), tail();
     rejects("21 string of 2^64-8 in an array", "E_TRUNC", "'k'");
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", GGUF_V_ARRAY, 1);
-    put_u32(GGUF_V_U8);
-    put_u64(1);
-    put_u8(1);
-    tail();
+    begin(1, 2), kv_arch(), kv_array("k", GGUF_V_ARRAY, 1), put_u32(GGUF_V_U8), put_u64(1), put_u8(1), tail();
     rejects("22 array of arrays", "E_ARR_NEST", "'k'");
-    begin(0, 1);
-    kv_array("k", GGUF_V_ARRAY, 1);
-    for (int i = 0; i < 10000; i++) {
-        put_u32(GGUF_V_ARRAY);
-        put_u64(1);
-    }
+    begin(0, 1), kv_array("k", GGUF_V_ARRAY, 1);
+    for (int i = 0; i < 10000; i++) put_u32(GGUF_V_ARRAY), put_u64(1);
     rejects("22 arrays 10000 deep", "E_ARR_NEST", "'k'");
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", 13, 0);
-    tail();
-    rejects("23 empty array of type 13", "E_ARR_TYPE", "'k'");
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", 0xffffffff, 0);
-    tail();
+    begin(1, 2), kv_arch(), kv_array("k", 13, 0), tail(), rejects("23 empty array of type 13", "E_ARR_TYPE", "'k'");
+    begin(1, 2), kv_arch(), kv_array("k", 0xffffffff, 0), tail();
     rejects("23 empty array of type -1", "E_ARR_TYPE", "got -1");
 
-    base_kv("general.alignment", GGUF_V_U64);
-    put_u64(32);
-    tail();
+    base_kv("general.alignment", GGUF_V_U64), put_u64(32), tail();
     rejects("24 alignment u64", "E_ALIGN_TYPE", "general.alignment");
-    base_kv("general.alignment", GGUF_V_I32);
-    put_u32(32);
-    tail();
+    base_kv("general.alignment", GGUF_V_I32), put_u32(32), tail();
     rejects("24 alignment i32", "E_ALIGN_TYPE", "got i32");
-    base_kv("general.alignment", GGUF_V_STR);
-    put_str("32");
-    tail();
+    base_kv("general.alignment", GGUF_V_STR), put_str("32"), tail();
     rejects("24 alignment string", "E_ALIGN_TYPE", "got string");
     static const uint32_t bad[] = {0, 24, 33, 1, 4, 0x80000000, 131072};
     for (int i = 0; i < 7; i++) {
-        base_kv("general.alignment", GGUF_V_U32);
-        put_u32(bad[i]);
-        tail();
+        base_kv("general.alignment", GGUF_V_U32), put_u32(bad[i]), tail();
         rejects("25, 26 alignment", "E_ALIGN", "general.alignment");
     }
-    begin(2, 1);
-    kv("general.alignment", GGUF_V_U32);
-    put_u32(64);
-    tensor_1d("a", GGUF_F32, 8, 0);
-    tensor_1d("b", GGUF_F32, 8, 32);
-    data(64, 64);
+    begin(2, 1), kv("general.alignment", GGUF_V_U32), put_u32(64);
+    tensor_1d("a", GGUF_F32, 8, 0), tensor_1d("b", GGUF_F32, 8, 32), data(64, 64);
     rejects("27 alignment 64, laid out for 32", "E_OFF_ALIGN|E_OFF_SEQ", "'b'");
 
     // The parts of a split model are files; test_split opens them.
-    base_kv("split.count", GGUF_V_U16);
-    put_u16(3);
-    tail();
+    base_kv("split.count", GGUF_V_U16), put_u16(3), tail();
     rejects("split model in memory", "E_SPLIT_COUNT", "3 parts");
-    base_kv("split.count", GGUF_V_STR);
-    put_str("3");
-    tail();
+    base_kv("split.count", GGUF_V_STR), put_str("3"), tail();
     rejects("split.count string", "E_SPLIT_COUNT", "split.count");
-    base_kv("split.count", GGUF_V_U16);
-    put_u16(1);
-    tail();
-    loads("one part of one");
+    base_kv("split.count", GGUF_V_U16), put_u16(1), tail(), loads("one part of one");
 }
 
 static void test_tensors(void) {
     static const uint64_t d32[8] = {32, 1, 1, 1, 1, 1, 1, 1};
     char long_name[65] = {0};
     memset(long_name, 'n', 64);
-    base_tensor("", GGUF_F32, 1, d32, 0, 128);
-    rejects("28 empty name", "E_NAME_LEN", "tensor");
-    base_tensor(long_name, GGUF_F32, 1, d32, 0, 128);
-    rejects("29 name of 64 bytes", "E_NAME_LEN", "got 64");
-    base();
-    set_u64(AT_TENSOR, (uint64_t)1 << 63);
-    rejects("29 name of 2^63 bytes", "E_NAME_LEN", NULL);
+    base_tensor("", GGUF_F32, 1, d32, 0, 128), rejects("28 empty name", "E_NAME_LEN", "tensor");
+    base_tensor(long_name, GGUF_F32, 1, d32, 0, 128), rejects("29 name of 64 bytes", "E_NAME_LEN", "got 64");
+    base(), set_u64(AT_TENSOR, (uint64_t)1 << 63), rejects("29 name of 2^63 bytes", "E_NAME_LEN", NULL);
     begin(2, 0);
-    put_u64(3);
-    put("a\0x", 3);
-    put_u32(1);
-    put_u64(8);
-    put_u32(0);
-    put_u64(0);
-    put_u64(3);
-    put("a\0y", 3);
-    put_u32(1);
-    put_u64(8);
-    put_u32(0);
-    put_u64(32);
-    data(32, 64);
-    rejects("30 NUL in names", "E_NAME_CHAR", "a\\x00x");
-    begin(2, 0);
-    tensor_1d("same", GGUF_F32, 8, 0);
-    tensor_1d("same", GGUF_F32, 8, 32);
-    data(32, 64);
+    put_u64(3), put("a\0x", 3), put_u32(1), put_u64(8), put_u32(0), put_u64(0);
+    put_u64(3), put("a\0y", 3), put_u32(1), put_u64(8), put_u32(0), put_u64(32);
+    data(32, 64), rejects("30 NUL in names", "E_NAME_CHAR", "a\\x00x");
+    begin(2, 0), tensor_1d("same", GGUF_F32, 8, 0), tensor_1d("same", GGUF_F32, 8, 32), data(32, 64);
     rejects("31 same name twice", "E_NAME_DUP", "'same'");
-    base_tensor("a", GGUF_F32, 0, d32, 0, 128);
-    rejects("32 n_dims 0", "E_NDIMS", "'a'");
-    base_tensor("a", GGUF_F32, 5, d32, 0, 128);
-    rejects("33 n_dims 5", "E_NDIMS", "got 5");
-    base();
-    set_u32(AT_NDIMS, 0xffffffff);
-    rejects("33 n_dims 2^32-1", "E_NDIMS", "'a'");
-    base();
-    set_u64(AT_DIM, 0);
-    rejects("34 dimension 0 is 0", "E_DIM", "'a'");
-    base_tensor("a", GGUF_F32, 2, (uint64_t[]){32, 0}, 0, 128);
-    rejects("34 dimension 1 is 0", "E_DIM", "dimension 1");
+    base_tensor("a", GGUF_F32, 0, d32, 0, 128), rejects("32 n_dims 0", "E_NDIMS", "'a'");
+    base_tensor("a", GGUF_F32, 5, d32, 0, 128), rejects("33 n_dims 5", "E_NDIMS", "got 5");
+    base(), set_u32(AT_NDIMS, 0xffffffff), rejects("33 n_dims 2^32-1", "E_NDIMS", "'a'");
+    base(), set_u64(AT_DIM, 0), rejects("34 dimension 0 is 0", "E_DIM", "'a'");
+    base_tensor("a", GGUF_F32, 2, (uint64_t[]){32, 0}, 0, 128), rejects("34 dimension 1 is 0", "E_DIM", "dimension 1");
 
     static const struct { const char *what; uint32_t n_dims; uint64_t ne[4]; } wraps[] = {
         {"35 dimension 2^63", 1, {(uint64_t)1 << 63}},
@@ -424,31 +274,21 @@ static void test_tensors(void) {
     base_tensor("a", GGUF_F32, 4, (uint64_t[]){65536, 65536, 65536, 65536}, 0, 8192);
     rejects("2^16 four times: each below the limit, product 0 mod 2^64", "E_NELEM", "dimension 1");
     uint64_t huge = ((uint64_t)1 << 63) - 64;
-    begin(2, 0);
-    tensor_1d("a", GGUF_I8, huge, 0);
-    tensor_1d("b", GGUF_I8, huge, huge);
-    data(32, 64);
+    begin(2, 0), tensor_1d("a", GGUF_I8, huge, 0), tensor_1d("b", GGUF_I8, huge, huge), data(32, 64);
     rejects("41 two I8 of 2^63-64", "E_NELEM", "'a'");
 
     static const uint32_t unknown[] = {43, 1000, 0xffffffff}, removed[] = {4, 5, 31, 32, 33, 36, 37, 38};
-    for (int i = 0; i < 3; i++) {
-        base();
-        set_u32(AT_TYPE, unknown[i]);
-        rejects("42 unknown type", "E_TYPE_UNKNOWN", "'a'");
-    }
-    for (int i = 0; i < 8; i++) {
-        base();
-        set_u32(AT_TYPE, removed[i]);
-        rejects("43 removed type", "E_TYPE_REMOVED", "'a'");
-    }
+    for (int i = 0; i < 3; i++)
+        base(), set_u32(AT_TYPE, unknown[i]), rejects("42 unknown type", "E_TYPE_UNKNOWN", "'a'");
+    for (int i = 0; i < 8; i++)
+        base(), set_u32(AT_TYPE, removed[i]), rejects("43 removed type", "E_TYPE_REMOVED", "'a'");
     // 44: known types without decoder are accepted here and refused by gguf_type_supported; unused tensors may have
     // them.
     static const struct { uint32_t type, elems, bytes; } codeless[] = {
         {GGUF_Q8_1, 32, 36}, {GGUF_Q8_K, 256, 292}, {GGUF_I8, 1, 1}, {GGUF_F64, 1, 8}, {GGUF_IQ1_S, 256, 50}};
     for (int i = 0; i < 5; i++) {
         uint64_t ne[] = {codeless[i].elems};
-        base_tensor("a", codeless[i].type, 1, ne, 0, codeless[i].bytes);
-        loads("44 known type without code");
+        base_tensor("a", codeless[i].type, 1, ne, 0, codeless[i].bytes), loads("44 known type without code");
         CHECK(!gguf_type_supported((int)codeless[i].type), "type %u is called supported", codeless[i].type);
     }
     static const struct { uint32_t type; uint64_t ne0; } ragged[] = {
@@ -456,114 +296,62 @@ static void test_tensors(void) {
     for (int i = 0; i < 5; i++)
         base_tensor("a", ragged[i].type, 1, &ragged[i].ne0, 0, 256), rejects("45 ragged row", "E_ROW", "'a'");
 
-    base();
-    set_u64(AT_OFFSET, 4);
-    rejects("46 offset 4", "E_OFF_ALIGN", "'a'");
-    base();
-    set_u64(AT_OFFSET, 32);
-    rejects("47 first offset 32", "E_OFF_SEQ", "'a'");
-    begin(2, 0);
-    tensor_1d("a", GGUF_F32, 8, 0);
-    tensor_1d("b", GGUF_F32, 8, 0);
-    data(32, 64);
+    base(), set_u64(AT_OFFSET, 4), rejects("46 offset 4", "E_OFF_ALIGN", "'a'");
+    base(), set_u64(AT_OFFSET, 32), rejects("47 first offset 32", "E_OFF_SEQ", "'a'");
+    begin(2, 0), tensor_1d("a", GGUF_F32, 8, 0), tensor_1d("b", GGUF_F32, 8, 0), data(32, 64);
     rejects("48 overlap", "E_OFF_SEQ", "'b'");
-    begin(2, 0);
-    tensor_1d("a", GGUF_F32, 8, 32);
-    tensor_1d("b", GGUF_F32, 8, 0);
-    data(32, 64);
+    begin(2, 0), tensor_1d("a", GGUF_F32, 8, 32), tensor_1d("b", GGUF_F32, 8, 0), data(32, 64);
     rejects("49 reversed", "E_OFF_SEQ", "'a'");
-    base();
-    set_u64(AT_OFFSET, (uint64_t)-32);
-    rejects("50 offset 2^64-32", "E_OFF_SEQ", "'a'");
-    base();
-    file_n--;
-    rejects("51 cut before the last byte", "E_OFF_RANGE", "'a'");
-    base();
-    file_n = AT_INFOS_END;
-    rejects("52 cut after the infos", "E_DATA_START|E_OFF_RANGE", NULL);
-    base();
-    file_n = AT_DATA;
-    rejects("52 cut after the padding", "E_OFF_RANGE", "'a'");
-    begin(2, 0);
-    tensor_1d("a", GGUF_F32, 8, 0);
-    tensor_1d("b", GGUF_F32, 8, 32);
-    data(32, 32);
+    base(), set_u64(AT_OFFSET, (uint64_t)-32), rejects("50 offset 2^64-32", "E_OFF_SEQ", "'a'");
+    base(), file_n--, rejects("51 cut before the last byte", "E_OFF_RANGE", "'a'");
+    base(), file_n = AT_INFOS_END, rejects("52 cut after the infos", "E_DATA_START|E_OFF_RANGE", NULL);
+    base(), file_n = AT_DATA, rejects("52 cut after the padding", "E_OFF_RANGE", "'a'");
+    begin(2, 0), tensor_1d("a", GGUF_F32, 8, 0), tensor_1d("b", GGUF_F32, 8, 32), data(32, 32);
     rejects("second tensor missing", "E_OFF_RANGE", "'b'");
 
     // err is one short line, whatever the names of the keys are.
     begin(0, 2);
     for (int i = 0; i < 2; i++) {
         put_u64(65535);
-        memset(file + file_n, '\\', 65535);
-        file_n += 65535;
-        put_u32(GGUF_V_U8);
-        put_u8(0);
+        memset(file + file_n, '\\', 65535), file_n += 65535;
+        put_u32(GGUF_V_U8), put_u8(0);
     }
     rejects("longest key, escaped", "E_KEY_DUP", "\\x5c");
 }
 
 static void test_loads(void) {
-    base();
-    loads("base");
+    base(), loads("base");
     CHECK(file_n == BASE_SIZE, "base file: expected %d bytes, got %zu", BASE_SIZE, file_n);
-    base();
-    set_u32(4, 2);
-    loads("version 2");
-    begin(0, 1);
-    kv_arch();
-    loads("no tensors, no padding");
-    begin(0, 0);
-    loads("24-byte file");
+    base(), set_u32(4, 2), loads("version 2");
+    begin(0, 1), kv_arch(), loads("no tensors, no padding");
+    begin(0, 0), loads("24-byte file");
     for (uint32_t type = 0; type <= GGUF_V_F64; type++)
         if (type != GGUF_V_ARRAY) begin(0, 1), kv_array("k", type, 0), loads("empty array");
-    base_tensor("a", GGUF_F32, 1, (uint64_t[]){33}, 0, 132);
-    loads("last tensor without padding");
-    base();
-    put_zeros(100);
-    loads("bytes after the last tensor");
+    base_tensor("a", GGUF_F32, 1, (uint64_t[]){33}, 0, 132), loads("last tensor without padding");
+    base(), put_zeros(100), loads("bytes after the last tensor");
     static const uint32_t aligns[] = {8, 64, 65536};
     for (int i = 0; i < 3; i++) {
-        begin(2, 1);
-        kv("general.alignment", GGUF_V_U32);
-        put_u32(aligns[i]);
-        tensor_1d("a", GGUF_F32, 1, 0);
-        tensor_1d("b", GGUF_F32, 1, aligns[i]);
-        data(aligns[i], aligns[i] + 4);
-        loads("alignment with matching layout");
+        begin(2, 1), kv("general.alignment", GGUF_V_U32), put_u32(aligns[i]), tensor_1d("a", GGUF_F32, 1, 0);
+        tensor_1d("b", GGUF_F32, 1, aligns[i]), data(aligns[i], aligns[i] + 4), loads("alignment with matching layout");
     }
     base_tensor("a23456789012345678901234567890123456789012345678901234567890123", GGUF_F32, 1, (uint64_t[]){32}, 0,
                 128);
     loads("name of 63 bytes");
     begin(0, 1);
-    kv_array("tokenizer.ggml.tokens", GGUF_V_STR, 3);
-    put_str("\xff\xfe");
-    put_str("");
-    put_u64(3);
-    put("a\0b", 3);
+    kv_array("tokenizer.ggml.tokens", GGUF_V_STR, 3), put_str("\xff\xfe"), put_str(""), put_u64(3), put("a\0b", 3);
     loads("tokens that are not UTF-8");
-    base_tensor("a", GGUF_F32, 4, (uint64_t[]){2, 3, 4, 5}, 0, 480);
-    loads("4 dimensions");
+    base_tensor("a", GGUF_F32, 4, (uint64_t[]){2, 3, 4, 5}, 0, 480), loads("4 dimensions");
 }
 
 // 53, 54: a small file with all kinds of fields, cut at every length and with every byte changed.
 static void test_damage(void) {
     begin(2, 6);
     kv_arch();
-    kv_array("k.strs", GGUF_V_STR, 3);
-    put_str("one");
-    put_str("");
-    put_str("three");
-    kv_array("k.bools", GGUF_V_BOOL, 3);
-    put_u8(0);
-    put_u8(1);
-    put_u8(1);
-    kv("general.alignment", GGUF_V_U32);
-    put_u32(32);
-    kv_array("k.u64s", GGUF_V_U64, 2);
-    put_u64(1);
-    put_u64(2);
-    kv("k.f64", GGUF_V_F64);
-    put_u64(0x3ff0000000000000);
+    kv_array("k.strs", GGUF_V_STR, 3), put_str("one"), put_str(""), put_str("three");
+    kv_array("k.bools", GGUF_V_BOOL, 3), put_u8(0), put_u8(1), put_u8(1);
+    kv("general.alignment", GGUF_V_U32), put_u32(32);
+    kv_array("k.u64s", GGUF_V_U64, 2), put_u64(1), put_u64(2);
+    kv("k.f64", GGUF_V_F64), put_u64(0x3ff0000000000000);
     tensor("token_embd.weight", GGUF_Q8_0, 2, (uint64_t[]){64, 3}, 0);
     tensor_1d("norm", GGUF_F32, 5, 224);
     size_t meta = file_n;
@@ -584,10 +372,7 @@ static void test_damage(void) {
             Gguf g;
             int r = gguf_parse(&g, copy, whole);
             CHECK(r == 0 || one_line(g.err), "54 byte %zu, change %d: no error text", at, change);
-            if (r == 0) {
-                touch(&g);
-                accepted++;
-            }
+            if (r == 0) touch(&g), accepted++;
             gguf_close(&g);
         }
     free(copy);
@@ -616,9 +401,7 @@ static void test_open(void) {
     unlink(path);
 
     // Metadata that claims to be longer than any model's: a hole of 1 GB takes no disk space.
-    begin(0, 1);
-    kv("k", GGUF_V_STR);
-    put_u64((uint64_t)1 << 29);
+    begin(0, 1), kv("k", GGUF_V_STR), put_u64((uint64_t)1 << 29);
     FILE *hole = fopen(path, "wb");
     if (CHECK(hole && fwrite(file, 1, file_n, hole) == file_n && fclose(hole) == 0, "cannot write %s", path)) {
         if (truncate(path, (off_t)1 << 30) == 0) open_rejects(path, "E_STR_LEN");
@@ -626,16 +409,9 @@ static void test_open(void) {
     }
 
     uint32_t n = 100000;                            // 2.8 MB: pieces of 1, 2 and 4 MB
-    begin(1, 2);
-    kv_arch();
-    kv_array("k", GGUF_V_STR, n);
-    for (uint32_t i = 0; i < n; i++) {
-        put_u64(20);
-        put_u32(i);
-        put_zeros(16);
-    }
-    tensor_1d("a", GGUF_F32, 32, 0);
-    data(32, 128);
+    begin(1, 2), kv_arch(), kv_array("k", GGUF_V_STR, n);
+    for (uint32_t i = 0; i < n; i++) put_u64(20), put_u32(i), put_zeros(16);
+    tensor_1d("a", GGUF_F32, 32, 0), data(32, 128);
     file[file_n - 1] = 0x5a;
     for (size_t cut = 0; cut <= file_n; cut = cut ? cut * 2 : 1) {
         FILE *f = fopen(path, "wb");
@@ -681,25 +457,14 @@ static void part(int i, int no, int count, int total, const char *letters) {
     size_t n = strlen(letters), align = i == 1 ? 64 : 32;
     begin(n, (uint64_t)(i == 0) + (i == 1) + 1 + (no >= 0) + (total >= 0));
     if (i == 0) kv_arch();
-    if (no >= 0) {
-        kv("split.no", GGUF_V_U16);
-        put_u16((uint16_t)no);
-    }
-    kv("split.count", GGUF_V_U16);
-    put_u16((uint16_t)count);
-    if (total >= 0) {
-        kv("split.tensors.count", GGUF_V_I32);
-        put_u32((uint32_t)total);
-    }
-    if (i == 1) {
-        kv("general.alignment", GGUF_V_U32);
-        put_u32(64);
-    }
+    if (no >= 0) kv("split.no", GGUF_V_U16), put_u16((uint16_t)no);
+    kv("split.count", GGUF_V_U16), put_u16((uint16_t)count);
+    if (total >= 0) kv("split.tensors.count", GGUF_V_I32), put_u32((uint32_t)total);
+    if (i == 1) kv("general.alignment", GGUF_V_U32), put_u32(64);
     for (size_t k = 0; k < n; k++) tensor_1d((char[]){letters[k], 0}, GGUF_F32, 8, k * align);
     for (size_t k = 0; k < n; k++) {
         while (file_n % align) put_u8(0);
-        memset(file + file_n, letters[k], 32);
-        file_n += 32;
+        memset(file + file_n, letters[k], 32), file_n += 32;
     }
     char name[64];
     snprintf(name, sizeof name, "m-%05d-of-00003.gguf", i + 1);
@@ -754,92 +519,46 @@ static void test_split(void) {
         SKIP("no writable /tmp for the parts of a split model");
         return;
     }
-    parts();
-    split_loads("three parts", "abcd");
-    part(0, 0, 3, 3, "");
-    part(1, 1, 3, 3, "bc");
-    part(2, 2, 3, 3, "d");
-    split_loads("first part without tensors", "bcd");
-    part(0, 0, 3, 0, "");
-    part(1, 1, 3, 0, "");
-    part(2, 2, 3, 0, "");
-    split_loads("no tensors at all", "");
-    parts();
-    part(1, 1, 3, -1, "bc");
-    split_loads("split.tensors.count in the first part only", "abcd");
+    parts(), split_loads("three parts", "abcd");
+    part(0, 0, 3, 3, ""), part(1, 1, 3, 3, "bc"), part(2, 2, 3, 3, "d"), split_loads("first part without tensors",
+            "bcd");
+    part(0, 0, 3, 0, ""), part(1, 1, 3, 0, ""), part(2, 2, 3, 0, ""), split_loads("no tensors at all", "");
+    parts(), part(1, 1, 3, -1, "bc"), split_loads("split.tensors.count in the first part only", "abcd");
 
-    part(0, 0, 3, 4, "a");
-    write_to(whole);
+    part(0, 0, 3, 4, "a"), write_to(whole);
     split_rejects("56 name without a suffix", whole, "E_SPLIT_NAME", "-00001-of-00003.gguf");
-    write_to(other);
-    split_rejects("56 suffix of another count", other, "E_SPLIT_NAME", "-00001-of-00003.gguf");
-    parts();
-    split_rejects("57 started from the second part", second, "E_SPLIT_NO", "-00001-of-00003.gguf");
-    parts();
-    unlink(split_path(third));
-    split_rejects("58 third part missing", first, "E_SPLIT_MISSING", third);
-    parts();
-    unlink(split_path(second));
+    write_to(other), split_rejects("56 suffix of another count", other, "E_SPLIT_NAME", "-00001-of-00003.gguf");
+    parts(), split_rejects("57 started from the second part", second, "E_SPLIT_NO", "-00001-of-00003.gguf");
+    parts(), unlink(split_path(third)), split_rejects("58 third part missing", first, "E_SPLIT_MISSING", third);
+    parts(), unlink(split_path(second));
     if (symlink("nowhere", split_path(second)) == 0)
         split_rejects("58 second part unreadable", first, "E_SPLIT_MISSING", second);
     unlink(split_path(second));
     if (mkdir(split_path(second), 0700) == 0) split_rejects("second part is a folder", first, "E_NOTFILE", second);
     rmdir(split_path(second));
-    parts();
-    part(1, 2, 3, 4, "bc");
-    split_rejects("59 split.no 2 in the second part", first, "E_SPLIT_NO", second);
-    parts();
-    part(1, -1, 3, 4, "bc");
-    split_rejects("59 no split.no in the second part", first, "E_SPLIT_NO", second);
-    parts();
-    begin(0, 2);
-    kv("split.count", GGUF_V_U16);
-    put_u16(3);
-    kv("split.no", GGUF_V_STR);
-    put_str("1");
-    write_to(second);
-    split_rejects("59 split.no as a string", first, "E_SPLIT_NO", second);
-    parts();
-    part(0, -1, 3, 4, "a");
-    split_rejects("59 no split.no in the first part", first, "E_SPLIT_NO", "split.no");
-    parts();
-    part(1, 1, 4, 4, "bc");
-    split_rejects("60 another split.count", first, "E_SPLIT_COUNT", second);
-    parts();
-    begin(0, 0);
-    write_to(second);
-    split_rejects("60 no split.count", first, "E_SPLIT_COUNT", second);
-    parts();
-    part(2, 2, 3, 4, "b");
-    split_rejects("61 the same tensor in two parts", first, "E_NAME_DUP", third);
+    parts(), part(1, 2, 3, 4, "bc"), split_rejects("59 split.no 2 in the second part", first, "E_SPLIT_NO", second);
+    parts(), part(1, -1, 3, 4, "bc"), split_rejects("59 no split.no in the second part", first, "E_SPLIT_NO", second);
+    parts(), begin(0, 2), kv("split.count", GGUF_V_U16), put_u16(3), kv("split.no", GGUF_V_STR), put_str("1");
+    write_to(second), split_rejects("59 split.no as a string", first, "E_SPLIT_NO", second);
+    parts(), part(0, -1, 3, 4, "a"), split_rejects("59 no split.no in the first part", first, "E_SPLIT_NO", "split.no");
+    parts(), part(1, 1, 4, 4, "bc"), split_rejects("60 another split.count", first, "E_SPLIT_COUNT", second);
+    parts(), begin(0, 0), write_to(second), split_rejects("60 no split.count", first, "E_SPLIT_COUNT", second);
+    parts(), part(2, 2, 3, 4, "b"), split_rejects("61 the same tensor in two parts", first, "E_NAME_DUP", third);
     split_rejects("61 the same tensor in two parts", first, "E_NAME_DUP", "'b'");
-    parts();
-    part(0, 0, 3, 5, "a");
-    split_rejects("62 one tensor too few", first, "E_SPLIT_TENSORS", "got 5");
-    parts();
-    part(0, 0, 3, 3, "a");
-    split_rejects("62 one tensor too many", first, "E_SPLIT_TENSORS", third);
-    parts();
-    part(0, 0, 3, 0, "a");
-    split_rejects("62 more in the first part than in all", first, "E_SPLIT_TENSORS", "got 1");
-    parts();
-    part(0, 0, 3, -1, "a");
-    split_rejects("62 no split.tensors.count", first, "E_SPLIT_TENSORS", "split.tensors");
-    parts();
-    part(0, 0, 3, 65537, "a");
-    split_rejects("62 more tensors than a model has", first, "E_SPLIT_TENSORS", "65537");
-    part(0, 0, 65535, 1, "a");
-    split_rejects("63 65535 parts", first, "E_SPLIT_COUNT", "65535");
-    part(0, 0, 257, 1, "a");
-    split_rejects("63 257 parts", first, "E_SPLIT_COUNT", "257");
-    parts();
-    part(1, 1, 3, 4, "bc");
-    file_n--;
-    write_to(second);
+    parts(), part(0, 0, 3, 5, "a"), split_rejects("62 one tensor too few", first, "E_SPLIT_TENSORS", "got 5");
+    parts(), part(0, 0, 3, 3, "a"), split_rejects("62 one tensor too many", first, "E_SPLIT_TENSORS", third);
+    parts(), part(0, 0, 3, 0, "a"), split_rejects("62 more in the first part than in all", first, "E_SPLIT_TENSORS",
+                                                  "got 1");
+    parts(), part(0, 0, 3, -1, "a"), split_rejects("62 no split.tensors.count", first, "E_SPLIT_TENSORS",
+                                                   "split.tensors");
+    parts(), part(0, 0, 3, 65537, "a"), split_rejects("62 more tensors than a model has", first, "E_SPLIT_TENSORS",
+                                                      "65537");
+    part(0, 0, 65535, 1, "a"), split_rejects("63 65535 parts", first, "E_SPLIT_COUNT", "65535");
+    part(0, 0, 257, 1, "a"), split_rejects("63 257 parts", first, "E_SPLIT_COUNT", "257");
+    parts(), part(1, 1, 3, 4, "bc"), file_n--, write_to(second);
     split_rejects("second part cut", first, "E_OFF_RANGE", second);
-    file_n = 30;
-    write_to(second);
-    split_rejects("second part cut in its keys", first, "E_TRUNC|E_NKV|E_NTENSORS", second);
+    file_n = 30, write_to(second), split_rejects("second part cut in its keys", first, "E_TRUNC|E_NKV|E_NTENSORS",
+                                                 second);
 
     static const char *const names[] = {first, second, third, other, whole};
     for (int i = 0; i < 5; i++) unlink(split_path(names[i]));
@@ -884,39 +603,21 @@ static void test_keys_get(void) {
     float nan_f = NAN, f = 0.5f;
     double df = 0.25;
     begin(0, 15);
-    kv("u8", GGUF_V_U8);
-    put_u8(200);
-    kv("i8", GGUF_V_I8);
-    put_u8(0xfe);
-    kv("u16", GGUF_V_U16);
-    put_u16(65535);
-    kv("i16", GGUF_V_I16);
-    put_u16(0x8000);
-    kv("u32", GGUF_V_U32);
-    put_u32(0xffffffff);
-    kv("i32", GGUF_V_I32);
-    put_u32(0x80000000);
-    kv("u64", GGUF_V_U64);
-    put_u64(UINT64_MAX);
-    kv("i64", GGUF_V_I64);
-    put_u64((uint64_t)INT64_MIN);
-    kv("bool", GGUF_V_BOOL);
-    put_u8(1);
-    kv("f32", GGUF_V_F32);
-    put(&f, 4);
-    kv("f64", GGUF_V_F64);
-    put(&df, 8);
-    kv("nan", GGUF_V_F32);
-    put(&nan_f, 4);
-    kv("str", GGUF_V_STR);
-    put_str("text");
-    kv_array("i16s", GGUF_V_I16, 3);
-    put_u16(1);
-    put_u16(0xffff);
-    put_u16(3);
-    kv_array("strs", GGUF_V_STR, 2);
-    put_str("x");
-    put_str("yz");
+    kv("u8", GGUF_V_U8), put_u8(200);
+    kv("i8", GGUF_V_I8), put_u8(0xfe);
+    kv("u16", GGUF_V_U16), put_u16(65535);
+    kv("i16", GGUF_V_I16), put_u16(0x8000);
+    kv("u32", GGUF_V_U32), put_u32(0xffffffff);
+    kv("i32", GGUF_V_I32), put_u32(0x80000000);
+    kv("u64", GGUF_V_U64), put_u64(UINT64_MAX);
+    kv("i64", GGUF_V_I64), put_u64((uint64_t)INT64_MIN);
+    kv("bool", GGUF_V_BOOL), put_u8(1);
+    kv("f32", GGUF_V_F32), put(&f, 4);
+    kv("f64", GGUF_V_F64), put(&df, 8);
+    kv("nan", GGUF_V_F32), put(&nan_f, 4);
+    kv("str", GGUF_V_STR), put_str("text");
+    kv_array("i16s", GGUF_V_I16, 3), put_u16(1), put_u16(0xffff), put_u16(3);
+    kv_array("strs", GGUF_V_STR, 2), put_str("x"), put_str("yz");
     Gguf g;
     if (!CHECK(gguf_parse(&g, file, file_n) == 0, "accessors: %s", g.err)) return;
     static const struct { const char *key; int64_t want; } ints[] = {

@@ -1858,10 +1858,10 @@ static void attend_drafters(TestStep *s) {
     }
 }
 
-static void test_attend(void) {
+// Lengths, groups of heads, head dimensions, types, both layouts.
+static void attend_shapes(void) {
     static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
-    static const int lens[] = { 0, 1, 63, 64, 65, 128 }, edges[] = { 1023, 1024, 1025, 1026 };
-    TestStep *s = alloc_or_die(1, sizeof *s);
+    static const int lens[] = { 0, 1, 63, 64, 65, 128 };
     for (int k = 0; k < 6; k++) {                      // global layer: lengths, groups, head dimensions, types
         const AttendCase t = { types[k % 3], 128 << k % 3, 4, 2, 256, 0, 0, OWN_CAUSAL, false, false, 1 };
         attend_chain(t, lens[k], 1);
@@ -1880,6 +1880,11 @@ static void test_attend(void) {
     attend_chain((AttendCase){ KV_F32, 256, 4, 2, 256, 0, 0, OWN_CAUSAL, false, false, 1 }, 130, 64);
     attend_chain((AttendCase){ KV_F16, 512, 4, 1, 256, 64, 0, OWN_CAUSAL, false, false, 1 }, 70, 64);
     attend_chain((AttendCase){ KV_F32, 128, 2, 1, 1152, 0, 0, OWN_CAUSAL, false, false, 1 }, 1026, 2);
+}
+
+static void attend_windows(void) {
+    static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
+    static const int edges[] = { 1023, 1024, 1025, 1026 };
     // sliding layers: the window's edge, and rings of 1024 and 1088 slots where they wrap
     for (int k = 0; k < 4; k++) {
         attend_chain((AttendCase){ KV_F32, 256, 2, 1, 1024, 0, 961, OWN_CAUSAL, false, false, 1 }, edges[k],
@@ -1895,7 +1900,11 @@ static void test_attend(void) {
     // own rows outside the window
     attend_chain((AttendCase){ KV_F32, 128, 2, 2, 128, 0, 16, OWN_CAUSAL, false, false, 1 }, 100, 64);
     attend_chain((AttendCase){ KV_F32, 128, 2, 1, 128, 0, 1, OWN_CAUSAL, false, false, 1 }, 100, 3);
+}
 
+// Trees, rows that see all rows of their segment, rows that see none of it.
+static void attend_own_rows(TestStep *s) {
+    static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
     for (int k = 0; k < 6; k++) {                      // trees: wide, narrow, balanced; together with another session
         memset(s, 0, sizeof *s);
         add_tree(s, 0, k % 2 ? 100 : 0, k < 3 ? 64 : 17, k % 3 == 0 ? 60 : k % 3 == 1 ? 2 : 0);
@@ -1912,6 +1921,11 @@ static void test_attend(void) {
         attend_case((AttendCase){ types[k], 256, 4, 2, 128, 0, 50, OWN_NONE, false, false, 1 }, s);
         attend_case((AttendCase){ types[k], 256, 4, 1, 192, 32, 0, OWN_NONE, false, false, 1 }, s);
     }
+}
+
+// Staging, equal sessions, attention that stores its rows in the same launch.
+static void attend_staged(TestStep *s) {
+    static const KvType types[] = { KV_F32, KV_F16, KV_BF16 };
     for (int k = 0; k < 5; k++) {                      // prompt steps with staging
         static const int starts[] = { 0, 10, 63, 127, 1000 };
         memset(s, 0, sizeof *s);
@@ -1935,6 +1949,9 @@ static void test_attend(void) {
         attend_store_case((AttendCase){ types[k % 3], 128 << k % 2, 4, 2, 128, k % 2 && k > 3 ? 32 : 0, k == 2 ? 25 : 0,
                                         OWN_CAUSAL, k == 1, false, 1 }, k % 4 == 3, s);
     }
+}
+
+static void attend_tensor_cores(TestStep *s) {
     // Caches of f16, on tensor cores: more keys than one round of splits, narrow and wide groups, trees after many
     // keys.
     for (int k = 0; k < 4; k++) {
@@ -1960,8 +1977,9 @@ static void test_attend(void) {
         attend_store_case((AttendCase){ KV_F16, 128 << k % 3, 8, k % 2 ? 2 : 1, k < 9 ? 576 : 2240, k % 3 == 2 ? 64 : 0,
                                         k == 8 ? 300 : 0, OWN_CAUSAL, false, false, 1 }, k == 4, s);
     }
-    attend_drafters(s);
-    for (int k = 3; k < N_KV; k++) attend_quantised(kv_types[k], s);
+}
+
+static void attend_prompts(TestStep *s) {
     // Prompts: the heads of all five models, rings that wrap, with and without staging, windows that end inside a tile.
     static const int global[][3] = { { 8, 1, 0 }, { 8, 2, 0 }, { 16, 1, 64 }, { 16, 2, 64 }, { 8, 1, 32 } };
     for (int k = 0; k < 5; k++) {
@@ -1984,6 +2002,18 @@ static void test_attend(void) {
         attend_case((AttendCase){ KV_F16, k < 2 ? 512 : 256, 8, 1, k < 2 ? 256 : 128, k == 1 ? 64 : 0, k < 2 ? 0 : 65,
                                   OWN_CAUSAL, k > 1, false, 1 }, s);
     }
+}
+
+static void test_attend(void) {
+    TestStep *s = alloc_or_die(1, sizeof *s);
+    attend_shapes();
+    attend_windows();
+    attend_own_rows(s);
+    attend_staged(s);
+    attend_tensor_cores(s);
+    attend_drafters(s);
+    for (int k = 3; k < N_KV; k++) attend_quantised(kv_types[k], s);
+    attend_prompts(s);
     attend_blocks(s);
     free(s);
 }
