@@ -899,7 +899,7 @@ static VisibleKeys visible_keys(const Attend *o, int r, int n_rows, int g) {
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
     VisibleKeys v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq], .max_before_tail = -1,
-                .uses_tail = c->tail_slots && seg->n <= STEP_ROWS };
+                      .uses_tail = c->tail_slots && seg->n <= STEP_ROWS };
     v.lowest = v.min_before_tail = v.end = v.len;
     for (int i = 0; i < n_rows; i++) {
         const int pos = v.len + row[i].depth;

@@ -77,7 +77,8 @@ for model in $models; do
             { sed 's/^/    /' "$tmp/eval" && fail "$row: eval_mini" && continue; }
         same=$(field same_top) facts=$(share 'facts ') rolls=$(share 'roll ') edits=$(share 'edit ')
         texts=$(sed -nE 's/^texts: ([0-9]+) of ([0-9]+) are UTF-8, ([0-9]+) loop.*/\1 of \2, \3 loop/p' "$tmp/eval")
-        printf '| %s | %s | %.4f | %.2e | %.2e | %.2f %% | %s | %s | %s |' "${name%.gguf}" "$type${1:+ $*}" "$(field ppl)" \
+        printf '| %s | %s | %.4f | %.2e | %.2e | %.2f %% | %s | %s | %s |' "${name%.gguf}" "$type${1:+ $*}" \
+            "$(field ppl)" \
             "$(field kld_mean)" "$(field kld_99)" "$(awk "BEGIN { print 100 * $same }")" "$facts" "$rolls" "$edits"
         for n in $lengths; do printf ' %s |' "$(share "needle $n, 1 key /needle $n, 4 keys")"; done
         printf ' %s |\n' "$texts"

@@ -16,7 +16,7 @@ BUILD=${BUILD:-build}
 GEMMA4=${GEMMA4:-$PWD/gemma4}
 export BUILD GEMMA4
 
-if [ "$1" = -one ]; then                          # -one NAME: runs one suite; its lines go to log/NAME.line, its name to stdout
+if [ "$1" = -one ]; then  # -one NAME: runs one suite; its lines go to log/NAME.line, its name to stdout
     name=$2
     log=$BUILD/log/$name.txt
     limit=                                        # --foreground: Ctrl-C reaches the test too

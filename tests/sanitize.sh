@@ -24,7 +24,8 @@ if [ "$1" = -one ]; then                # -one TOOL PROGRAM ARGUMENTS...: runs o
     timeout "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 99 "$@" >"$log" 2>&1
     status=$? result=FAILED
     [ $status -eq 0 ] && grep -qE 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$log" &&
-        grep -qE '^# .*: [1-9][0-9]* passed, 0 failed, 0 skipped$' "$log" && result=clean      # without a GPU tests are skipped
+        # without a GPU tests are skipped
+        grep -qE '^# .*: [1-9][0-9]* passed, 0 failed, 0 skipped$' "$log" && result=clean
     echo "$result, $(($(date +%s) - start)) s, status $status: $log"
     exit 0
 fi
