@@ -1415,11 +1415,11 @@ typedef struct {
 static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd, kv_dim = t.n_kv_heads * hd;
     if (!CASE("qkv_store",
-              "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, %d rows in %d segments "
-         "at %d",
-         kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.n_pairs, t.v_is_k ? "= k" : "own",
-             t.v_norm ? "" : " unnormed",
-         t.with_q, t.with_k, t.staged, t.dumps, n, s->n_segs, s->len[s->segs[0].seq])) return;
+              "%s, head_dim %d, heads %d/%d, slots %d, n_rot %d, pairs %d, v %s%s, q %d, k %d, stage %d, dumps %d, "
+              "%d rows in %d segments at %d",
+              kv_names[t.type], hd, t.n_heads, t.n_kv_heads, t.slots, t.n_rot, t.n_pairs, t.v_is_k ? "= k" : "own",
+              t.v_norm ? "" : " unnormed", t.with_q, t.with_k, t.staged, t.dumps, n, s->n_segs,
+              s->len[s->segs[0].seq])) return;
     TestCache ring = new_cache(t.type, 3, t.n_kv_heads, hd, t.slots, t.n_rot);
     TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
     if (tail_slots) add_tail(&ring, tail_slots);
@@ -1439,8 +1439,8 @@ static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
                    .q = t.with_q ? e[Q].want : NULL, .k = t.with_k ? k : NULL,
                    .v = !t.with_k ? NULL : t.v_is_k ? k : own_v, .w_q = w_q, .w_k = w_k,
                    .v_norm = t.v_norm, .rope = { inv_freq, t.n_pairs }, .eps = 1e-6f, .dump_q = e[Q_NORMED].want,
-                   .dump_q_pos =
-                       e[Q_POS].want, .dump_k = e[K_NORMED].want, .dump_k_pos = e[K_POS].want, .dump_v = e[V_NORMED].want };
+                   .dump_q_pos = e[Q_POS].want, .dump_k = e[K_NORMED].want, .dump_k_pos = e[K_POS].want,
+                   .dump_v = e[V_NORMED].want };
     reference_ops()->qkv_store(&o);
     for (int i = 0; i < N_RESULTS; i++) set_norm_bounds(&e[i], (size_t)(n * e[i].cols), hd);
 

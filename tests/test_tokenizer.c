@@ -623,71 +623,78 @@ static void check_refused(Hand *h, const char *want, const char *what) {
     tok_free(&t);                                      // allowed after a failure
 }
 
-static void test_hand_made(void) {
-    static Hand h;
-    make_hand(&h, true);
-    check_hand(&h, "", TOK_PLAIN, IDS(-1), "empty text");
-    check_hand(&h, "abc", TOK_PLAIN, IDS(ID_ABC), "b c first, then a bc");
-    check_hand(&h, "abab", TOK_PLAIN, IDS(ID_AB, ID_AB), "ab twice");
-    check_hand(&h, "bcc", TOK_PLAIN, IDS(ID_BC, ID_C), "bc c");
-    check_hand(&h, " abc", TOK_PLAIN, IDS(ID_SP, ID_ABC), "space is not merged: a merge of lower rank takes the a");
-    check_hand(&h, " a", TOK_PLAIN, IDS(ID_SPA), "space joins");
-    check_hand(&h, "d", TOK_PLAIN, IDS(ID_BYTES + 'd'), "byte fallback");
-    check_hand(&h, "<|turn>a", TOK_SPECIAL, IDS(3, ID_A), "special");
-    check_hand(&h, "a<|\"|>b", TOK_USER_DEFINED, IDS(ID_A, 5, ID_B), "user-defined");
-    check_hand(&h, "\xE2\x82", TOK_PLAIN, IDS(ID_BYTES + 0xEF, ID_BYTES + 0xBF, ID_BYTES + 0xBD, ID_BYTES + 0xEF,
+static void hand_encode(Hand *h) {
+    Tokenizer t;
+    make_hand(h, true);
+    check_hand(h, "", TOK_PLAIN, IDS(-1), "empty text");
+    check_hand(h, "abc", TOK_PLAIN, IDS(ID_ABC), "b c first, then a bc");
+    check_hand(h, "abab", TOK_PLAIN, IDS(ID_AB, ID_AB), "ab twice");
+    check_hand(h, "bcc", TOK_PLAIN, IDS(ID_BC, ID_C), "bc c");
+    check_hand(h, " abc", TOK_PLAIN, IDS(ID_SP, ID_ABC), "space is not merged: a merge of lower rank takes the a");
+    check_hand(h, " a", TOK_PLAIN, IDS(ID_SPA), "space joins");
+    check_hand(h, "d", TOK_PLAIN, IDS(ID_BYTES + 'd'), "byte fallback");
+    check_hand(h, "<|turn>a", TOK_SPECIAL, IDS(3, ID_A), "special");
+    check_hand(h, "a<|\"|>b", TOK_USER_DEFINED, IDS(ID_A, 5, ID_B), "user-defined");
+    check_hand(h, "\xE2\x82", TOK_PLAIN, IDS(ID_BYTES + 0xEF, ID_BYTES + 0xBF, ID_BYTES + 0xBD, ID_BYTES + 0xEF,
                                              ID_BYTES + 0xBF, ID_BYTES + 0xBD), "invalid bytes");
 
     // Repeated texts: the first id is used; both are decoded.
-    int twin = add_token(&h, "ab", 1);
-    check_hand(&h, "ab", TOK_PLAIN, IDS(ID_AB), "repeated token");
-    h.v.types = NULL;                                  // bytes and special strings are recognised by their texts
-    check_hand(&h, "ab d<|turn>", TOK_SPECIAL, IDS(ID_AB, ID_SP, ID_BYTES + 'd', 3), "no types");
-    h.v.types = h.types;
-    Tokenizer t;
-    if (CHECK(tok_init(&t, &h.v) == 0, "%s", t.err)) {
+    int twin = add_token(h, "ab", 1);
+    check_hand(h, "ab", TOK_PLAIN, IDS(ID_AB), "repeated token");
+    h->v.types = NULL;                                  // bytes and special strings are recognised by their texts
+    check_hand(h, "ab d<|turn>", TOK_SPECIAL, IDS(ID_AB, ID_SP, ID_BYTES + 'd', 3), "no types");
+    h->v.types = h->types;
+    if (CHECK(tok_init(&t, &h->v) == 0, "%s", t.err)) {
         CHECK(tok_piece(&t, twin, false).n == 2, "piece of the repeated token");
         tok_free(&t);
     }
+}
 
+static void hand_merges(Hand *h) {
+    Tokenizer t;
     // Merges that cannot apply are ignored: no space, empty sides, unknown texts, half a character, a byte token, and
     // those that would make a special string from plain text.
-    make_hand(&h, true);
-    add_token(&h, "<|tu", 1);
-    add_token(&h, "rn>", 1);
-    add_token(&h, "\xE2", 1);
-    add_token(&h, "\x96\x81", 1);
-    add_token(&h, "", 1);
-    add_token(&h, "<0x41>b", 1);
-    int n_good = h.v.n_merges;
+    make_hand(h, true);
+    add_token(h, "<|tu", 1);
+    add_token(h, "rn>", 1);
+    add_token(h, "\xE2", 1);
+    add_token(h, "\x96\x81", 1);
+    add_token(h, "", 1);
+    add_token(h, "<0x41>b", 1);
+    int n_good = h->v.n_merges;
     const char *bad[] = { "", " ", "ab", " a", "a ", "  ", "a  b", "a b c", "x y", "a c", "<|tu rn>", "\xE2 \x96\x81",
                           "<0x41> b", "\n \n" };
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) add_merge(&h, bad[i]);
-    if (CHECK(tok_init(&t, &h.v) == 0, "useless merges: %s", t.err)) {
-        CHECK(t.n_skipped == h.v.n_merges - n_good, "skipped %d of %d", t.n_skipped, h.v.n_merges - n_good);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) add_merge(h, bad[i]);
+    if (CHECK(tok_init(&t, &h->v) == 0, "useless merges: %s", t.err)) {
+        CHECK(t.n_skipped == h->v.n_merges - n_good, "skipped %d of %d", t.n_skipped, h->v.n_merges - n_good);
         tok_free(&t);
     }
-    check_hand(&h, " abc", TOK_PLAIN, IDS(ID_SP, ID_ABC), "useless merges");
-    check_hand(&h, "Ab", TOK_PLAIN, IDS(ID_BYTES + 'A', ID_B), "a byte token does not merge");
-    add_merge(&h, "b c");                              // repeated: the lower rank is used
-    check_hand(&h, "abc", TOK_PLAIN, IDS(ID_ABC), "repeated merge");
-    h.v.n_merges = 0;
-    check_hand(&h, "abc", TOK_PLAIN, IDS(ID_A, ID_B, ID_C), "no merges");
-    h.v.merges = NULL;
-    check_hand(&h, "abc", TOK_PLAIN, IDS(ID_A, ID_B, ID_C), "no merge list");
+    check_hand(h, " abc", TOK_PLAIN, IDS(ID_SP, ID_ABC), "useless merges");
+    check_hand(h, "Ab", TOK_PLAIN, IDS(ID_BYTES + 'A', ID_B), "a byte token does not merge");
+    add_merge(h, "b c");                              // repeated: the lower rank is used
+    check_hand(h, "abc", TOK_PLAIN, IDS(ID_ABC), "repeated merge");
+    h->v.n_merges = 0;
+    check_hand(h, "abc", TOK_PLAIN, IDS(ID_A, ID_B, ID_C), "no merges");
+    h->v.merges = NULL;
+    check_hand(h, "abc", TOK_PLAIN, IDS(ID_A, ID_B, ID_C), "no merge list");
+}
 
-    make_hand(&h, true);
-    h.types[ID_A] = 3;                                 // plain text never becomes a control token
-    check_hand(&h, "ab", TOK_PLAIN, IDS(ID_BYTES + 'a', ID_B), "control token of one letter");
-    for (int i = 0; i < h.v.n_tokens; i++) if (h.types[i] != 6) h.types[i] = -77 + i;
-    h.types[3] = 1000000;
-    for (int i = 0; i < h.v.n_tokens; i++) if (h.types[i] == 6 && i < ID_BYTES) h.types[i] = 1;
-    check_hand(&h, "ab", TOK_PLAIN, IDS(ID_AB), "unknown types are normal");
+static void hand_types(Hand *h) {
+    make_hand(h, true);
+    h->types[ID_A] = 3;                                 // plain text never becomes a control token
+    check_hand(h, "ab", TOK_PLAIN, IDS(ID_BYTES + 'a', ID_B), "control token of one letter");
+    for (int i = 0; i < h->v.n_tokens; i++) if (h->types[i] != 6) h->types[i] = -77 + i;
+    h->types[3] = 1000000;
+    for (int i = 0; i < h->v.n_tokens; i++) if (h->types[i] == 6 && i < ID_BYTES) h->types[i] = 1;
+    check_hand(h, "ab", TOK_PLAIN, IDS(ID_AB), "unknown types are normal");
+}
 
+static void hand_no_bytes(Hand *h) {
+    Tokenizer t;
     // Missing byte tokens: no error until one is needed; then an error names it, and the result is unchanged.
-    make_hand(&h, false);
-    check_hand(&h, "ab\nc", TOK_PLAIN, IDS(ID_AB, ID_NL, ID_C), "no byte tokens, none needed");
-    if (CHECK(tok_init(&t, &h.v) == 0, "%s", t.err)) {
+    make_hand(h, false);
+    check_hand(h, "ab\nc", TOK_PLAIN, IDS(ID_AB, ID_NL, ID_C), "no byte tokens, none needed");
+    if (CHECK(tok_init(&t, &h->v) == 0, "%s", t.err)) {
         TokIds out = { 0 };
         CHECK(tok_encode(&t, "c", 1, TOK_PLAIN, &out) == 0 && out.n == 1, "append: %s", t.err);
         int rc = tok_encode(&t, "ab<|turn>a\xC3\xA9", 12, TOK_SPECIAL, &out);
@@ -700,13 +707,16 @@ static void test_hand_made(void) {
         tok_ids_free(&out);
         tok_free(&t);
     }
+}
 
+static void hand_no_specials(Hand *h) {
+    Tokenizer t;
     // Missing special strings.
-    make_hand(&h, true);
-    h.tokens[3] = (TokStr){ "<|turm>", 7 };
-    check_hand(&h, "a<|turn>", TOK_SPECIAL, IDS(ID_A, ID_BYTES + '<', ID_BYTES + '|', ID_BYTES + 't', ID_BYTES + 'u',
+    make_hand(h, true);
+    h->tokens[3] = (TokStr){ "<|turm>", 7 };
+    check_hand(h, "a<|turn>", TOK_SPECIAL, IDS(ID_A, ID_BYTES + '<', ID_BYTES + '|', ID_BYTES + 't', ID_BYTES + 'u',
                                                 ID_BYTES + 'r', ID_BYTES + 'n', ID_BYTES + '>'), "special missing");
-    if (CHECK(tok_init(&t, &h.v) == 0, "%s", t.err)) {
+    if (CHECK(tok_init(&t, &h->v) == 0, "%s", t.err)) {
         TokIds out = { 0 };
         const TokChat chat = { .messages = str("[{\"role\":\"user\",\"content\":\"a\"}]") };
         int rc = tok_chat(&t, &chat, &out, NULL);
@@ -715,26 +725,42 @@ static void test_hand_made(void) {
         tok_ids_free(&out);
         tok_free(&t);
     }
+}
 
+static void hand_refused(Hand *h) {
     // Refused files.
-    make_hand(&h, true); h.v.n_tokens = 0;           check_refused(&h, "tokens", "no tokens");
-    make_hand(&h, true); h.v.n_tokens = -5;          check_refused(&h, "tokens", "negative count");
-    make_hand(&h, true); h.v.tokens = NULL;          check_refused(&h, "tokens", "no list");
-    make_hand(&h, true); h.v.merges = NULL;          check_refused(&h, "merges", "no merge list");
-    make_hand(&h, true); h.v.n_merges = -1;          check_refused(&h, "merges", "negative merges");
-    make_hand(&h, true); h.v.bos = h.v.n_tokens;     check_refused(&h, "bos", "bos out of range");
-    make_hand(&h, true); h.v.eos = -2;               check_refused(&h, "eos", "eos out of range");
-    make_hand(&h, true); h.v.eot = INT32_MAX;        check_refused(&h, "eot", "eot out of range");
-    make_hand(&h, true); h.types[ID_A] = 6;          check_refused(&h, "byte", "byte token of another text");
-    make_hand(&h, true); h.tokens[ID_BYTES].s = NULL; check_refused(&h, "token", "text without bytes");
+    make_hand(h, true); h->v.n_tokens = 0;           check_refused(h, "tokens", "no tokens");
+    make_hand(h, true); h->v.n_tokens = -5;          check_refused(h, "tokens", "negative count");
+    make_hand(h, true); h->v.tokens = NULL;          check_refused(h, "tokens", "no list");
+    make_hand(h, true); h->v.merges = NULL;          check_refused(h, "merges", "no merge list");
+    make_hand(h, true); h->v.n_merges = -1;          check_refused(h, "merges", "negative merges");
+    make_hand(h, true); h->v.bos = h->v.n_tokens;     check_refused(h, "bos", "bos out of range");
+    make_hand(h, true); h->v.eos = -2;               check_refused(h, "eos", "eos out of range");
+    make_hand(h, true); h->v.eot = INT32_MAX;        check_refused(h, "eot", "eot out of range");
+    make_hand(h, true); h->types[ID_A] = 6;          check_refused(h, "byte", "byte token of another text");
+    make_hand(h, true); h->tokens[ID_BYTES].s = NULL; check_refused(h, "token", "text without bytes");
+}
 
-    make_hand(&h, true);                               // bos and eos absent: found by text; eot counts as a stop
-    h.v.bos = h.v.eos = -1;
-    h.v.eot = ID_C;
-    if (CHECK(tok_init(&t, &h.v) == 0, "%s", t.err)) {
+static void hand_stops(Hand *h) {
+    Tokenizer t;
+    make_hand(h, true);                               // bos and eos absent: found by text; eot counts as a stop
+    h->v.bos = h->v.eos = -1;
+    h->v.eot = ID_C;
+    if (CHECK(tok_init(&t, &h->v) == 0, "%s", t.err)) {
         CHECK(t.bos == 2 && t.eos == 1 && tok_is_stop(&t, 1) && tok_is_stop(&t, ID_C), "bos %d eos %d", t.bos, t.eos);
         tok_free(&t);
     }
+}
+
+static void test_hand_made(void) {
+    static Hand h;
+    hand_encode(&h);
+    hand_merges(&h);
+    hand_types(&h);
+    hand_no_bytes(&h);
+    hand_no_specials(&h);
+    hand_refused(&h);
+    hand_stops(&h);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
