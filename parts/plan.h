@@ -85,13 +85,13 @@ typedef struct {
     size_t  field, bytes;     // offset in State; of an element
     Readers readers;          // of an Act; NOT_READ: the field is a pointer
     Size    shape[4];
-} Buffer;
+} StateBuffer;
 
 #define BUFFER(field, type, ...) { offsetof(State, field), sizeof(type), NOT_READ, { __VA_ARGS__ } }
 #define ACTIVATION(field, readers, ...) { offsetof(State, field), 0, readers, { __VA_ARGS__ } }
 
 // What lasts from one layer to the next: prompts have buffers of their own for these, with ModelOptions.interleave.
-static const Buffer stream_buffers[] = {
+static const StateBuffer stream_buffers[] = {
     BUFFER(rows, Row, S_STREAM_ROWS),
     BUFFER(out_rows, Row, S_OUT_ROWS),
     BUFFER(segs, Segment, S_SEQS),
@@ -108,7 +108,7 @@ static const Buffer stream_buffers[] = {
     BUFFER(tapped, float, S_STREAM_ROWS, S_TAPS_ROW),
 };
 
-static const Buffer step_buffers[] = {
+static const StateBuffer step_buffers[] = {
     BUFFER(len, int32_t, S_SEQS),
     BUFFER(n_accept, int32_t, S_SEQS),
     BUFFER(path, int32_t, S_SEQS, S_DECODE_ROWS),
@@ -193,9 +193,9 @@ static void buffer_sizes(const Model *m, size_t size[N_SIZES], Forms forms[N_REA
     layer_sizes(m, size, forms);
 }
 
-static void take_buffers(Arena *a, State *s, const Buffer *buffers, size_t n, const size_t *size, const Forms *forms) {
+static void take_buffers(Arena *a, State *s, const StateBuffer *buffers, size_t n, const size_t *size, const Forms *forms) {
     for (size_t i = 0; i < n; i++) {
-        const Buffer *b = &buffers[i];
+        const StateBuffer *b = &buffers[i];
         char *field = (char *)s + b->field;
         size_t count = 1, cols = 1;
         bool absent = false;
