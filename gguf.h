@@ -661,7 +661,8 @@ static int gguf__tensor(Gguf__Cursor *c, GgufTensor *t) {
     if (type < 0 || type >= GGUF_N_TYPES)
         return GGUF__FAIL(c, "E_TYPE_UNKNOWN", at, "expected a tensor type 0..%d, got %d", GGUF_N_TYPES - 1, type);
     if (!gguf__type_known(type))
-        return GGUF__FAIL(c, "E_TYPE_REMOVED", at, "expected a supported tensor type, got %d, which the format no longer has",
+        return GGUF__FAIL(c, "E_TYPE_REMOVED", at, "expected a supported tensor type, got %d, which the format no "
+                                                   "longer has",
                           type);
     t->type = type;
     uint64_t elems = gguf__types[type].elems, bytes = gguf__types[type].bytes;
@@ -904,7 +905,8 @@ static int gguf__load(Gguf *g, int fd, size_t size) {
         if (want > size) want = size;
         uint8_t *copy = (uint8_t *)realloc(g->copies[0], want ? want : 1);
         if (!copy)
-            return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "out of memory for %zu bytes of metadata", want);
+            return gguf__fail(g, "file", (GgufStr){0}, "E_NOMEM", have, "out of memory for %zu bytes of metadata",
+                              want);
         g->copies[0] = copy;
         if (gguf__read(g, fd, copy + have, want - have, have) < 0) return -1;
         have = want;
@@ -1075,7 +1077,8 @@ static int gguf__join(Gguf *g, Gguf *part, int64_t i, int64_t count, size_t tota
     GGUF__TRY(gguf__split_key(part, "split.count", true, "E_SPLIT_COUNT", 65535, &s.count));
     if (s.count != count)
         return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.count"), "E_SPLIT_COUNT",
-                             "expected %lld parts as in the first file, got %lld", (long long)count, (long long)s.count);
+                             "expected %lld parts as in the first file, got %lld", (long long)count,
+                                 (long long)s.count);
     GGUF__TRY(gguf__split_key(part, "split.no", true, "E_SPLIT_NO", 65535, &s.no));
     if (s.no != i)
         return GGUF__KV_FAIL(part, gguf_find_kv(part, "split.no"), "E_SPLIT_NO",
@@ -1849,7 +1852,8 @@ static int gguf__st_index(Gguf *g, const char *path) {
                : gguf__fail(g, "index", (GgufStr){0}, "E_ST_HEADER", 0, "expected at most %llu bytes of JSON, got %zu",
                             (unsigned long long)GGUF__ST_HEADER_MAX, size);
     char *json = failed ? NULL : (char *)gguf_private(&text, size);
-    if (!failed && !json) failed = gguf__fail(g, "index", (GgufStr){0}, "E_NOMEM", 0, "out of memory for %zu bytes", size);
+    if (!failed && !json)
+        failed = gguf__fail(g, "index", (GgufStr){0}, "E_NOMEM", 0, "out of memory for %zu bytes", size);
     if (!failed) failed = gguf__read(g, fd, json, size, 0);
     close(fd);
     GgufJson root, map = {0}, rest, key, value;
@@ -1879,7 +1883,8 @@ static int gguf__st_index(Gguf *g, const char *path) {
     for (rest = map; !failed && gguf_json_next(&rest, &key, &value); ) {
         const GgufStr name = {key.s + 1, key.n - 2};
         if (!g->tensor_slots || !*gguf__tensor_slot(g, name))
-            failed = gguf__fail(g, "tensor", name, "E_TENSOR_MISSING", (size_t)(key.s - json), "named in the index but not in any file");
+            failed = gguf__fail(g, "tensor", name, "E_TENSOR_MISSING", (size_t)(key.s - json),
+                                "named in the index but not in any file");
     }
     free(files);
     gguf_close(&text);
@@ -1925,7 +1930,8 @@ static int gguf__st_in_folder(Gguf *g, const char *folder, char *path, size_t ro
         if (gguf__st_is_first(e->d_name) && (size_t)snprintf(path, room, "%s/%s", folder, e->d_name) < room) found++;
     if (dir) closedir(dir);
     if (found == 1) return 0;
-    return gguf__fail(g, "folder", (GgufStr){0}, "E_OPEN", 0, "expected %s, its index or one numbered set of files, got %s",
+    return gguf__fail(g, "folder", (GgufStr){0}, "E_OPEN", 0,
+                      "expected %s, its index or one numbered set of files, got %s",
                       names[0], found ? "several sets" : "none of them");
 }
 

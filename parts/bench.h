@@ -355,7 +355,8 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     if (o->format == FORMAT_MD) print_markdown(b, o, &r, first);
     else print_fields(b, o, &r, first);
     if (o->format == FORMAT_MD && kind == FORCED_TEST)
-        fprintf(stderr, "# forced acceptance: %d draft tokens per step, %.2f tokens per step; %.3f ms to draft, %.3f ms to verify\n",
+        fprintf(stderr, "# forced acceptance: %d draft tokens per step, %.2f tokens per step; %.3f ms to draft, %.3f "
+                        "ms to verify\n",
                 b->forced.depth, (double)(b->n_made - 1) / b->n_steps, 1e3 * b->draft_seconds / b->n_steps,
                 1e3 * b->verify_seconds / b->n_steps);
     flush_output();
@@ -432,7 +433,8 @@ static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const 
     ops->memory(&bench.free_before, &total);
     load_model(m, model, ops, o, NULL);
     if (b->forced.depth > m->options.draft_depth && o.drafter)
-        die("--draft-max: %s: expected at most %d draft tokens, got %d", o.drafter, m->options.draft_depth, b->forced.depth);
+        die("--draft-max: %s: expected at most %d draft tokens, got %d", o.drafter, m->options.draft_depth,
+            b->forced.depth);
     print_plan(m);
     read_weights(m, false);
     bench.ids = alloc_or_die(o.n_ctx, sizeof *bench.ids);
@@ -1022,7 +1024,8 @@ static int verb_ppl(const char *model, const Ops *ops, ModelOptions o, PplOption
     if (tok.bos >= 0 && tok_push_id(&tok, &ids, tok.bos) < 0) die("%s", tok.err);
     if (tok_encode(&tok, text, n_text, mode, &ids) < 0) die("-f: %s", tok.err);
     if (ids.n < (size_t)ppl_chunk(p) || ids.n > INT_MAX)
-        die("-f: expected a text of at least %d ids (one chunk), got %zu; try a longer text or a smaller -c", ppl_chunk(p),
+        die("-f: expected a text of at least %d ids (one chunk), got %zu; try a longer text or a smaller -c",
+            ppl_chunk(p),
             ids.n);
     read_weights(m, false);
     stop_on(SIGINT);

@@ -44,7 +44,8 @@ static GgufJson message_list(const TokText *messages) {           // they are ou
     return list;
 }
 
-static size_t count_messages(const TokText *messages, const char *role) {         // role NULL: all but the system message
+static size_t count_messages(const TokText *messages, const char *role) {         // role NULL: all but the system
+                                                                                  // message
     GgufJson rest = message_list(messages), m;
     size_t n = 0;
     while (gguf_json_next(&rest, NULL, &m)) n += role ? has_role(&m, role) : !is_system(&m);
@@ -191,7 +192,8 @@ static bool resume(Chat *c, bool own_seed) {
     const TokChat chat = { .messages = { note.messages.s, note.messages.n }, .tools = c->tools, .think = c->think };
     bool ok = note.raw == c->raw;
     if (!ok)
-        snprintf(c->err, sizeof c->err, "%.300s: expected a session with a %s, got one with a %s; try %s --raw", c->session,
+        snprintf(c->err, sizeof c->err, "%.300s: expected a session with a %s, got one with a %s; try %s --raw",
+                 c->session,
                  c->raw ? "text" : "conversation", c->raw ? "conversation" : "text", c->raw ? "without" : "with");
     else if (note.messages.n && tok_chat(t, &chat, &ids, NULL) < 0)
         ok = snprintf(c->err, sizeof c->err, "%.200s: the conversation: %.200s", c->session, t->err) < 0;
@@ -237,7 +239,8 @@ static size_t calls_waiting(const TokText *messages, GgufJson *id) {
     size_t results = 0, n = 0, waiting = 0;
     while (gguf_json_next(&rest, NULL, &m)) {
         results = has_role(&m, "tool") ? results + 1 : 0;
-        if (!results && (!gguf_json_get(&m, "tool_calls", &calls) || calls.type != GGUF_J_ARRAY)) calls.type = GGUF_J_NULL;
+        if (!results && (!gguf_json_get(&m, "tool_calls", &calls) || calls.type != GGUF_J_ARRAY))
+            calls.type = GGUF_J_NULL;
     }
     if (calls.type == GGUF_J_NULL) return 0;
     for (rest = calls; gguf_json_next(&rest, NULL, &call); n++) {

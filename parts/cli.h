@@ -43,7 +43,8 @@ typedef struct {
     double think_budget, memory, tail, draft_max, draft_min_p, tree;
     double pflash, pflash_from, pflash_density, n_needles, compress;
     TextList biases, stops;
-    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special, lazy_draft;
+    bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
+        lazy_draft;
     bool log_text, help, version;
 } Flags;
 
@@ -51,7 +52,8 @@ typedef struct {
 typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_CHOICE, FLAG_INT, FLAG_REAL, FLAG_MAYBE, FLAG_ON } FlagKind;
 
 typedef struct {
-    const char *name, *alias, *value;            // alias: other names, with spaces between; value of a CHOICE: all there are
+    const char *name, *alias, *value;            // alias: other names, with spaces between; value of a CHOICE: all
+                                                 // there are
     FlagKind    kind;
     int         verbs;        // those that take it
     size_t      field;        // offset into Flags
@@ -330,16 +332,19 @@ static void print_wrapped(const char *text, int indent, int width) {
 static void print_help(void) {
     printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n"
            "  gemma4 MODEL.gguf -p TEXT [flags]                answer a prompt: text on stdout, statistics on stderr\n"
-           "  gemma4 MODEL.gguf [flags]                        chat on a terminal; otherwise standard input is the prompt\n"
+           "  gemma4 MODEL.gguf [flags]                        chat on a terminal; otherwise standard input is the "
+           "prompt\n"
            "  gemma4 serve MODEL.gguf [--port N] [-np N]       OpenAI-compatible HTTP server; docs/server.md\n"
            "  gemma4 plan MODEL.gguf [-c N] [--card NAME]      memory that each context size needs\n"
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   token ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  text of token ids\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
-           "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity computes it; --kld: KL divergence\n"
+           "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity computes it; --kld: KL "
+           "divergence\n"
            "  gemma4 niah MODEL.gguf [flags]                   needle-in-a-haystack test\n"
-           "  gemma4 check MODEL.gguf                          compare the GPU with the CPU (--against), checkpoint by checkpoint\n"
+           "  gemma4 check MODEL.gguf                          compare the GPU with the CPU (--against), checkpoint "
+           "by checkpoint\n"
            "  gemma4 quantize IN OUT.gguf TYPE                 q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32\n");
     for (size_t i = 0, group = 0; i < sizeof flags / sizeof *flags; i++) {
         char left[80];
@@ -592,7 +597,8 @@ static char *read_prompt(const Flags *f, size_t *n) {
         if (typed || f->interactive) return NULL;
         path = "-";
     }
-    if (path && !strcmp(path, "-") && f->interactive) die("-f: expected a file, got -: a chat reads its messages from standard input");
+    if (path && !strcmp(path, "-") && f->interactive)
+        die("-f: expected a file, got -: a chat reads its messages from standard input");
     size_t n_file = 0;
     char *file = path ? read_file(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
     if (!f->prompt && !f->prompt_file && !n_file) {
@@ -642,7 +648,8 @@ static void check_session_path(const char *path) {
 // The plain loop generates and nothing else: refuses what it would have to ignore.
 static void check_greedy_flags(const Flags *f, bool chatting) {
     const struct { bool given; const char *name; } others[] = {
-        { chatting, "a chat cannot be used with --raw" }, { f->temperature > 0, "--temp" }, { f->drafter || f->spec, "-md or --spec" },
+        { chatting, "a chat cannot be used with --raw" }, { f->temperature > 0, "--temp" },
+            { f->drafter || f->spec, "-md or --spec" },
         { f->repeat != 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
         { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
@@ -690,7 +697,8 @@ static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
     const Model *m = session_model(c->s);
     Tokenizer *t = session_tokenizer(c->s);
     const size_t n_ctx = (size_t)model_options(m)->n_ctx, held = session_held(c->s)->n, half = (n_ctx - 1) / 2;
-    if (t->bos < 0) die("%s: key 'tokenizer.ggml.bos_token_id': missing, and the vocabulary has no token <bos>", model_path(m));
+    if (t->bos < 0)
+        die("%s: key 'tokenizer.ggml.bos_token_id': missing, and the vocabulary has no token <bos>", model_path(m));
     for (size_t i = 0; i < held; i++) push_id(t, ids, session_held(c->s)->ids[i]);
     for (size_t i = 0; i < c->pending.n; i++) push_id(t, ids, c->pending.ids[i]);
     if (!ids->n) push_id(t, ids, t->bos);
@@ -750,12 +758,13 @@ static Drafting drafting_of(const Flags *f, const Ops *ops, ModelOptions *o) {
 // The drafter that was asked for is the one in the file.
 static void check_drafting(const Model *m, const Drafting *d) {
     if ((d->kind == SPEC_MTP || d->kind == SPEC_DFLASH) && drafter_of(m) != d->kind)
-        die("--spec %s: %s: expected a draft model of this kind, got one for --spec %s", spec_names[d->kind], m->drafter->gguf.path,
+        die("--spec %s: %s: expected a draft model of this kind, got one for --spec %s", spec_names[d->kind],
+            m->drafter->gguf.path,
             spec_names[drafter_of(m)]);
 }
 
-// What the answers have to fit, as --grammar, --json-schema and --tool-choice say; NULL: nothing. It lives as long as the
-// program.
+// What the answers have to fit, as --grammar, --json-schema and --tool-choice say; NULL: nothing. It lives as long as
+// the program.
 static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
     const struct { const char *name, *text; bool is_file, is_schema; } from[] = {
         { "--grammar", f->grammar, false, false }, { "--grammar-file", f->grammar_file, true, false },
@@ -778,10 +787,12 @@ static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
     if (choice && name) die("--tool-choice cannot be used with %s: the answer is a tool call", name);
     if (choice && !tools.n) die("--tool-choice needs --tools");
     if (!choice && !name) return NULL;
-    if (f->ignore_eos) die("--ignore-eos cannot be used with %s: such an answer has an end", name ? name : "--tool-choice");
+    if (f->ignore_eos)
+        die("--ignore-eos cannot be used with %s: such an answer has an end", name ? name : "--tool-choice");
     if (!grammar_vocab_init(&vocab, t)) die("out of memory for the token tree of the grammar");
     if (name && !is_schema) ok = grammar_from_gbnf(&g, &vocab, text);
-    else if (tools.n) ok = grammar_from_tools(&g, &vocab, tools, is_choice(choice, "required") ? NULL : choice, true, text);
+    else if (tools.n)
+        ok = grammar_from_tools(&g, &vocab, tools, is_choice(choice, "required") ? NULL : choice, true, text);
     else ok = grammar_from_schema(&g, &vocab, text);
     if (!ok) die("%s: %s", name ? name : "--tool-choice", g.err);
     free(file);
@@ -941,7 +952,8 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     o.host_memory = s.cache_ram;
     s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
-    o.interleave = o.n_seqs > 1;                          // nobody waits for the next token longer than for a layer of a prompt
+    o.interleave = o.n_seqs > 1;                          // nobody waits for the next token longer than for a layer of
+                                                          // a prompt
     if (o.interleave) o.n_batch = SMALL_BATCH;
     if (f->chunk) o.n_batch = max_int((int)f->chunk, STEP_ROWS);
     Model *m = model_open(f->model, ops, o, NULL);

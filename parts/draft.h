@@ -119,7 +119,8 @@ static DrafterKind drafter_kind(Drafter *d, const char *target) {
         else if (gguf_find_tensor(g, "selector_hidden.weight")) kind = "DFlash2";
         else return DRAFTER_DFLASH;
     }
-    if (kind) die("%s: draft model for %s: %s draft models are not supported; try an MTP assistant", g->path, target, kind);
+    if (kind)
+        die("%s: draft model for %s: %s draft models are not supported; try an MTP assistant", g->path, target, kind);
     die("%s: key 'general.architecture': expected a draft model for %s, gemma4-assistant or dflash, got '%s' "
         "(E_META_RANGE)", g->path, target, d->arch);
 }
@@ -270,7 +271,8 @@ static void bind_mtp(Model *m) {
         if (s || has_factors) bind_rope(b, w, s, base[s], lc->head_dim, factors);
         if ((s || has_factors) && (w->n_pairs[s] != t->n_pairs[s] ||
                                    memcmp(w->inv_freq[s], t->inv_freq[s], (size_t)t->n_pairs[s] * sizeof(double))))
-            die("%s: draft model for %s: expected the model's own RoPE of %s layers, got another one; try the draft model "
+            die("%s: draft model for %s: expected the model's own RoPE of %s layers, got another one; try the draft "
+                "model "
                 "made for this model", b->g->path, m->gguf.path, s ? "sliding" : "global");
     }
 }
@@ -290,8 +292,8 @@ static void load_taps(Model *m, const char *key, int first) {
     for (int i = 0; i < m->taps.n; i++) {
         const int64_t layer = ids[i] - first;
         if (layer < 0 || layer >= m->config.n_layers)
-            die("%s: draft model for %s: key '%s': expected %d to %d, as the model has %d layers, got %" PRId64 "; try the "
-                "draft model made for this model", g->path, m->gguf.path, key, first,
+            die("%s: draft model for %s: key '%s': expected %d to %d, as the model has %d layers, got %" PRId64 "; try "
+                "the draft model made for this model", g->path, m->gguf.path, key, first,
                 m->config.n_layers - 1 + first, m->config.n_layers, ids[i]);
         m->taps.layer[i] = (int)layer;
         m->taps.end = max_int(m->taps.end, (int)layer + 1);

@@ -218,9 +218,12 @@ static void session_set_snapshots(Session *s, int max, int every) {
 
 // ---- opening, closing ----
 
+static double row_bytes_of(const KvPlane *p) {
+    return (double)(kv_row_bytes(p->type, p->dim) + kv_scale_bytes(p->type, p->dim));
+}
+
 static double cache_bytes(const Cache *k, int n) {     // of the newest n rows of a session, all heads
-    return (double)n * k->n_kv_heads * (double)(kv_row_bytes(k->k.type, k->k.dim) + kv_scale_bytes(k->k.type, k->k.dim) +
-                                                kv_row_bytes(k->v.type, k->v.dim) + kv_scale_bytes(k->v.type, k->v.dim));
+    return (double)n * k->n_kv_heads * (row_bytes_of(&k->k) + row_bytes_of(&k->v));
 }
 
 // Bytes of weights and cache that decoding a token at position pos has to read. Divided by the bandwidth: its least
@@ -247,7 +250,8 @@ static double bytes_per_draft(const Model *m, int pos) {
     if (!is_block) bytes += (double)matrix_bytes(&d->pre_projection) + (double)matrix_bytes(&d->post_projection);
     for (int l = 0; l < c->n_layers; l++) {
         bytes += layer_size(c, &d->weights.layer[l], true);
-        const int seen = is_block ? min_int(pos, draft_window(d, l)) : c->layer[l].is_swa ? min_int(pos, d->window[1] - 1) : pos;
+        const int seen = is_block ? min_int(pos, draft_window(d, l)) : c->layer[l].is_swa ?
+            min_int(pos, d->window[1] - 1) : pos;
         bytes += cache_bytes(is_block ? &d->caches[l] : &m->caches[m->cache_of[d->donor[l]]], seen);
     }
     return bytes;
@@ -684,7 +688,8 @@ static void take_candidates(Session *s, int i, int n, int depth) {
 static void count_drafts(Session *s, int right) {
     DraftCount *count = &s->turn.drafts;
     const Drafts *d = &s->speculator.drafts;
-    for (int k = 0; k < min_int(d->depth, DRAFT_DEPTHS) && k <= right; k++) count->tried[k]++, count->accepted_at[k] += k < right;
+    for (int k = 0; k < min_int(d->depth, DRAFT_DEPTHS) && k <= right; k++)
+        count->tried[k]++, count->accepted_at[k] += k < right;
     count->n_steps++;
     count->by_source[d->source]++;
     count->drafted += d->n;
@@ -773,11 +778,14 @@ static bool fill_rows(Session *const *sessions, StepSeg *segs, int n) {
         Session *s = sessions[i];
         const Drafts *d = &s->speculator.drafts;
         const int n_todo = next_rows(s);
-        segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n, .rows = row,
+        segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n,
+                             .rows = row,
                              .more = (int)s->todo.n - s->at - n_todo };
         for (int k = 0; k < n_todo; k++)
-            *row++ = (StepRow){ .token = s->todo.ids[s->at + k], .parent = -1, .output = s->at + k + 1 == (int)s->todo.n };
-        for (int k = 0; k < d->n; k++) *row++ = (StepRow){ .token = d->token[k], .parent = d->parent[k], .output = true };
+            *row++ = (StepRow){ .token = s->todo.ids[s->at + k], .parent = -1,
+                                .output = s->at + k + 1 == (int)s->todo.n };
+        for (int k = 0; k < d->n; k++)
+            *row++ = (StepRow){ .token = d->token[k], .parent = d->parent[k], .output = true };
         drafted |= d->n > 0;
     }
     return drafted;
@@ -785,7 +793,8 @@ static bool fill_rows(Session *const *sessions, StepSeg *segs, int n) {
 
 // Decides for each session how many tokens the drafter is to propose after this step, and lists the sessions that want
 // some. Returns the most.
-static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sessions, int32_t *drafting, int *n_drafting) {
+static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sessions, int32_t *drafting,
+                       int *n_drafting) {
     Model *m = sessions[0]->m;
     int depth = 0;
     *n_drafting = 0;

@@ -183,7 +183,8 @@ static void *grammar_reserve(Grammar *g, void *list, int n, int *cap, size_t siz
 // is the empty text.
 
 static int new_expr(Grammar *g, ExprKind kind, int a, int min, int max) {
-    if (!g->failed && g->n_exprs == GRAMMAR_EXPRS) grammar_fail(g, "grammar: expected at most %d elements", GRAMMAR_EXPRS);
+    if (!g->failed && g->n_exprs == GRAMMAR_EXPRS)
+        grammar_fail(g, "grammar: expected at most %d elements", GRAMMAR_EXPRS);
     if (!g->failed) RESERVE(exprs, g->n_exprs);
     if (g->failed) return 0;
     g->exprs[g->n_exprs] = (Expr){ .kind = (uint8_t)kind, .a = a, .min = min, .max = max };

@@ -61,14 +61,17 @@ static void name_needle(Niah *t, Needle *x) {          // two or three syllables
 // Makes a sentence of prose, or takes one from the file at *at.
 static void next_sentence(Niah *t, size_t *at, char *text, size_t room) {
     static const char *const who[] = { "The baker", "An old sailor", "The girl", "A farmer", "The teacher", "My uncle",
-                                       "The king", "A young fox", "The doctor", "A tall man", "The cook", "Her brother" };
+                                       "The king", "A young fox", "The doctor", "A tall man", "The cook",
+                                           "Her brother" };
     static const char *const does[] = { "walked to", "looked at", "came back from", "painted", "waited beside",
                                         "told us about", "sat down near", "ran around", "thought of", "never found",
                                         "slept near", "cleaned" };
-    static const char *const what[] = { "the harbor", "a green hill", "the old bridge", "the small house", "an empty boat",
+    static const char *const what[] = { "the harbor", "a green hill", "the old bridge", "the small house",
+                                        "an empty boat",
                                         "the garden wall", "a quiet street", "the blue lake", "the tower",
                                         "a field of flowers" };
-    static const char *const when[] = { "", " in the morning", " when it rained", " before the sun went down", " for a while",
+    static const char *const when[] = { "", " in the morning", " when it rained", " before the sun went down",
+                                        " for a while",
                                         " on the last day of summer", " with a friend", " and went home" };
     if (!t->o->hay) {
         snprintf(text, room, "%s %s %s%s.", who[niah_random(t, 12)], does[niah_random(t, 12)], what[niah_random(t, 10)],
@@ -254,7 +257,8 @@ static void write_heat_map(const Niah *t) {
             "<text x=\"10\" y=\"20\" font-size=\"11\">",
             max_int(max_int(width, 450), 20 + 6 * (int)strlen(setting)), height);
     print_xml(f, setting);
-    fprintf(f, "</text>\n<text x=\"10\" y=\"38\">percent of needles found; columns: depth of the %sneedle in the text</text>\n"
+    fprintf(f, "</text>\n<text x=\"10\" y=\"38\">percent of needles found; columns: depth of the %sneedle in the "
+               "text</text>\n"
             "<text x=\"10\" y=\"%d\">tokens</text>\n", o->n_needles > 1 ? "first " : "", TOP - 6);
     for (int d = 0; d < o->depths.count; d++)
         fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%d %%</text>\n", LEFT + W * d + W / 2, TOP - 6,
@@ -265,7 +269,8 @@ static void write_heat_map(const Niah *t) {
         for (int d = 0; d < o->depths.count; d++) {
             const double share = niah_share(&t->cells[l][d]);
             fprintf(f, "<rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\" fill=\"hsl(%.0f,65%%,68%%)\"/>\n"
-                    "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%.0f</text>\n", LEFT + W * d + 1, y + 1, W - 2, H - 2,
+                    "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%.0f</text>\n", LEFT + W * d + 1, y + 1, W - 2,
+                        H - 2,
                     1.2 * share, LEFT + W * d + W / 2, y + H / 2 + 4, share);
         }
     }
@@ -278,7 +283,8 @@ static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const N
     t->o = options;
     int longest = 0, done = 0;
     for (int i = 0; i < options->lengths.count; i++) {
-        if (options->lengths.n[i] < 256) die("-p: expected prompts of at least 256 tokens, got %d", options->lengths.n[i]);
+        if (options->lengths.n[i] < 256)
+            die("-p: expected prompts of at least 256 tokens, got %d", options->lengths.n[i]);
         longest = max_int(longest, options->lengths.n[i]);
     }
     if (longest > MAX_CONTEXT - ANSWER_TOKENS - QUESTION_ROOM)
@@ -302,7 +308,8 @@ static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const N
     for (int l = 0; l < options->lengths.count; l++)
         for (int d = 0; d < options->depths.count; d++)
             for (int run = 0; run < options->n_runs; run++) {
-                niah_run(t, options->lengths.n[l], options->depths.n[d], (uint64_t)(1 + run + 1000 * d), &t->cells[l][d]);
+                niah_run(t, options->lengths.n[l], options->depths.n[d], (uint64_t)(1 + run + 1000 * d),
+                         &t->cells[l][d]);
                 progress("niah", (size_t)++done, (size_t)total, "texts");
             }
     print_niah(t);

@@ -13,7 +13,8 @@
 static void check_kv_types(const Model *m, int layer, const Cache *c) {
     const KvPlane *planes[] = { &c->k, &c->v };
     if (c->n_rot && c->k.type != c->v.type)
-        die("-ctk, -ctv: expected the same type, since layer %d stores K and V as one row, got %s and %s; try --kv-layout "
+        die("-ctk, -ctv: expected the same type, since layer %d stores K and V as one row, got %s and %s; try "
+            "--kv-layout "
             "untied", layer, kv_names[c->k.type], kv_names[c->v.type]);
     for (int i = 0; i < 2; i++)
         if (kv_group(planes[i]->type) && planes[i]->dim % KV_ROTATION)
@@ -185,7 +186,8 @@ static void buffer_sizes(const Model *m, size_t size[N_SIZES], Forms forms[N_REA
         [S_N_USED] = c->n_experts ? (size_t)c->n_experts_used : 0, [S_EXPERT_DIM] = (size_t)c->expert_dim,
         [S_HAS_EXPERTS] = c->n_experts > 0, [S_PLE_DIM] = (size_t)c->ple_dim,
         [S_PLE_ROW] = (size_t)c->n_layers * (size_t)c->ple_dim,
-        [S_TAPS_ROW] = (size_t)m->taps.n * (size_t)m->drafter->config.dim, [S_PENALTIES] = o->penalties, [S_BIAS] = o->bias,
+        [S_TAPS_ROW] = (size_t)m->taps.n * (size_t)m->drafter->config.dim, [S_PENALTIES] = o->penalties,
+            [S_BIAS] = o->bias,
         [S_SPARSE] = sparse, [S_SPARSE_ROWS] = sparse ? (batch + SELECT_ROWS - 1) / SELECT_ROWS : 0,
         [S_N_BLOCKS] = sparse ? (size_t)m->s.blocks.n_blocks : 0, [S_N_HEADS] = (size_t)c->n_heads,
         [S_SCORING] = o->can_score ? SCORE_ROWS : 0, [S_KEYS] = (size_t)m->s.n_keys };
@@ -193,7 +195,8 @@ static void buffer_sizes(const Model *m, size_t size[N_SIZES], Forms forms[N_REA
     layer_sizes(m, size, forms);
 }
 
-static void take_buffers(Arena *a, State *s, const StateBuffer *buffers, size_t n, const size_t *size, const Forms *forms) {
+static void take_buffers(Arena *a, State *s, const StateBuffer *buffers, size_t n, const size_t *size,
+                         const Forms *forms) {
     for (size_t i = 0; i < n; i++) {
         const StateBuffer *b = &buffers[i];
         char *field = (char *)s + b->field;
@@ -609,7 +612,8 @@ static int list_pieces(const Model *m, const Gguf *g, const Binder *b, bool chec
         const GgufTensor *t = &g->tensors[i];
         const bool table = t->data == w->per_layer_token_embd.data || (w->output.data && t->data == w->token_embd.data);
         if (!check && (b->status[i] != BOUND || table)) continue;
-        const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes, per_piece = READ_BYTES / bytes;
+        const size_t bytes = (size_t)gguf_block_bytes(t->type), n = (size_t)t->size / bytes;
+        const size_t per_piece = READ_BYTES / bytes;
         for (size_t at = 0; at < n; at += per_piece)
             pieces[n_pieces++] = (Piece){ t, at, n - at < per_piece ? n - at : per_piece };
         *total += (size_t)t->size;
@@ -620,7 +624,8 @@ static int list_pieces(const Model *m, const Gguf *g, const Binder *b, bool chec
 __attribute__((noreturn)) static void die_bad_block(const Gguf *g, const GgufTensor *t, size_t block) {
     const size_t elems = (size_t)gguf_block_elems(t->type);
     die("%s: tensor '%.*s': expected finite numbers, got NaN, Inf or a reserved value in block %zu of type %s, "
-        "elements %zu to %zu (E_PAYLOAD)", g->path, (int)t->name.n, t->name.s, block, gguf_type_name(t->type), block * elems,
+        "elements %zu to %zu (E_PAYLOAD)", g->path, (int)t->name.n, t->name.s, block, gguf_type_name(t->type),
+            block * elems,
         (block + 1) * elems - 1);
 }
 

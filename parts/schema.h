@@ -104,7 +104,8 @@ static int read_regex_item(Reader *r, int depth) {
     Chars chars = { .n = 0 };
     if (c == '[') return read_regex_set(r);
     if (take_word(r, "(")) {
-        if (peek(r) == '?' && !take_word(r, "?:")) return reader_fail(r, "lookahead and lookbehind are not supported, got (?");
+        if (peek(r) == '?' && !take_word(r, "?:"))
+            return reader_fail(r, "lookahead and lookbehind are not supported, got (?");
         if (depth == GRAMMAR_NESTING)
             return reader_fail(r, "expected at most %d nested groups", GRAMMAR_NESTING);
         const int group = read_regex(r, depth + 1);

@@ -6,9 +6,9 @@
  *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
  *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *
- * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Each connection
- *          has a thread of libmicrohttpd, which reads the request, tokenizes it, queues a job, and waits for what the
- *          engine adds to that job. Another thread writes files of sessions (store.h, which has its own lock).
+ * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Each
+ *          connection has a thread of libmicrohttpd, which reads the request, tokenizes it, queues a job, and waits
+ *          for what the engine adds to that job. Another thread writes files of sessions (store.h, which has its own lock).
  *          Server.lock guards the queue, the counters, the peers, the remembered calls, Slot.job if others than the
  *          engine read it, and the answer and the ids of every queued job.
  * TRUST    Every byte of a request is untrusted: it is checked before use, and an error in it is answered by a 4xx. */
@@ -44,7 +44,9 @@ typedef struct {
 
 enum { SHARE_MOST = 3, SHARE_LEAST = 8, SHARE_ROUNDS = 32 };         // SHARE_LEAST: rows
 
-static inline Share share_of(double least, double most) { return (Share){ .amount = least, .least = least, .most = most }; }
+static inline Share share_of(double least, double most) {
+    return (Share){ .amount = least, .least = least, .most = most };
+}
 
 static inline bool share_looks(const Share *s) { return s->plain <= 0 || s->n >= SHARE_ROUNDS; }
 
@@ -64,7 +66,8 @@ static inline void share_learn(Share *s, double with, double taken) {
 
 #ifndef USE_MICROHTTPD
 static void need_http(void) {
-    die("serve: this build has no HTTP support: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel (Fedora) or "
+    die("serve: this build has no HTTP support: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel "
+        "(Fedora) or "
         "libmicrohttpd (Arch, Homebrew) and pkg-config, then run make again");
 }
 static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (void)t, (void)o; }
@@ -1430,7 +1433,8 @@ static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     if (!is_given(format) || (gguf_json_get(format, "type", &type) && gguf_json_is(&type, "text"))) return true;
     const bool object = gguf_json_get(format, "type", &type) && gguf_json_is(&type, "json_object");
     if (!object && !(gguf_json_get(format, "type", &type) && gguf_json_is(&type, "json_schema")))
-        return refuse(&x->fault, 400, "response_format", "response_format.type: expected text, json_object or json_schema");
+        return refuse(&x->fault, 400, "response_format", "response_format.type: expected text, json_object or "
+                                                         "json_schema");
     const bool deep = gguf_json_get(format, "json_schema", &inner) && inner.type == GGUF_J_OBJECT;
     const bool there = gguf_json_get(deep ? &inner : format, "schema", &v) && is_given(&v);
     if (!there && !object) return refuse(&x->fault, 400, "response_format", "response_format: expected a schema");
@@ -1445,10 +1449,12 @@ static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, cha
     *name = 0;
     *required = gguf_json_is(choice, "required");
     if (!is_given(choice) || *required || gguf_json_is(choice, "auto") || gguf_json_is(choice, "none")) return true;
-    const bool named = choice->type == GGUF_J_OBJECT && gguf_json_get(choice, "type", &type) && gguf_json_is(&type, "function");
+    const bool named = choice->type == GGUF_J_OBJECT && gguf_json_get(choice, "type", &type) &&
+        gguf_json_is(&type, "function");
     const bool deep = named && gguf_json_get(choice, "function", &inner) && inner.type == GGUF_J_OBJECT;
     if (!named || !gguf_json_get(deep ? &inner : choice, "name", &v) || v.type != GGUF_J_STRING || v.n < 3 || v.n > 128)
-        return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected auto, none, required or the name of a function");
+        return refuse(&x->fault, 400, "tool_choice", "tool_choice: expected auto, none, required or the name of a "
+                                                     "function");
     name[gguf_json_string(&v, name)] = 0;
     return *required = true;
 }
@@ -1461,12 +1467,14 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
     GgufJson rest = r->tools, tool;
     char wanted[128];
     bool required, ok;
-    if (!read_format(x, &r->response_format, &schema) || !read_choice(x, &r->tool_choice, &required, wanted)) return false;
+    if (!read_format(x, &r->response_format, &schema) || !read_choice(x, &r->tool_choice, &required, wanted))
+        return false;
     if (is_given(&r->json_schema) && schema.n)
         return refuse(&x->fault, 400, "json_schema", "json_schema cannot be used with response_format");
     if (is_given(&r->json_schema)) schema = (TokStr){ r->json_schema.s, r->json_schema.n };
     const bool by_grammar = is_given(&r->grammar) && !gguf_json_is(&r->grammar, "");
-    const bool calls = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none") && gguf_json_next(&rest, NULL, &tool);
+    const bool calls = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none") &&
+        gguf_json_next(&rest, NULL, &tool);
     const bool one_call = calls && r->one_call && !by_grammar && !schema.n && !required && x->t.call_open >= 0;
     if (by_grammar && (schema.n || required))
         return refuse(&x->fault, 400, "grammar", "grammar cannot be used with a schema or a forced tool call");
@@ -2084,7 +2092,8 @@ static bool responses_convert(Exchange *x, TokText *out) {
     if (!parse_body(x, &root)) return false;
     for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
         if (member(&root, absent[i], &v))
-            return refuse(&x->fault, 400, absent[i], "%s: this server stores no conversations; send the whole conversation",
+            return refuse(&x->fault, 400, absent[i], "%s: this server stores no conversations; send the whole "
+                                                     "conversation",
                           absent[i]);
     if (member(&root, "background", &v) && v.type == GGUF_J_TRUE)
         return refuse(&x->fault, 400, "background", "background is not supported");
@@ -2368,11 +2377,13 @@ static void route_metrics(Exchange *x) {
     const int queued = srv->n_queued, running = srv->n_running, peers = srv->n_peers;
     pthread_mutex_unlock(&srv->lock);
     metric(&out, "requests_total", "counter", "Requests accepted into the queue.", (double)t.jobs);
-    metric(&out, "requests_refused_total", "counter", "Requests refused because the queue was full.", (double)t.refused);
+    metric(&out, "requests_refused_total", "counter", "Requests refused because the queue was full.",
+           (double)t.refused);
     metric(&out, "requests_cancelled_total", "counter", "Requests cancelled by the client.", (double)t.cancelled);
     metric(&out, "prompt_tokens_total", "counter", "Prompt tokens.", (double)t.prompt_tokens);
     metric(&out, "prompt_tokens_cached_total", "counter", "Prompt tokens found in the cache.", (double)t.cached_tokens);
-    metric(&out, "prompt_seconds_total", "counter", "Seconds from the start of a request to its first token.", t.prompt_seconds);
+    metric(&out, "prompt_seconds_total", "counter", "Seconds from the start of a request to its first token.",
+           t.prompt_seconds);
     metric(&out, "tokens_generated_total", "counter", "Tokens generated.", (double)t.made);
     metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
     metric(&out, "requests_running", "gauge", "Requests running.", running);
@@ -2387,7 +2398,8 @@ static void route_metrics(Exchange *x) {
     metric(&out, "sessions_memory_bytes", "gauge", "Host memory used by idle conversations.", memory);
     metric(&out, "sessions_disk_bytes", "gauge", "Bytes in files of idle conversations.", files);
     metric(&out, "sessions_resumed_total", "counter", "Idle conversations that were resumed.", resumed);
-    const TokStr head = str("# HELP gemma4_http_responses_total Responses by status class; 4xx includes disconnected clients.\n"
+    const TokStr head = str("# HELP gemma4_http_responses_total Responses by status class; 4xx includes disconnected "
+                            "clients.\n"
                             "# TYPE gemma4_http_responses_total counter\n");
     append(&out, head.s, head.n);
     for (int i = 2; i < 6; i++) {
@@ -2458,7 +2470,8 @@ static void route_template(Exchange *x) {
     TokText text = { 0 }, out = { 0 };
     Begun begun = { 0 };
     if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o) || !check_messages(&r.messages, &x->fault)) return;
-    TokChat chat = { .messages = { r.messages.s, r.messages.n }, .think = r.think, .add_cue = r.continues || !r.no_cue };
+    TokChat chat = { .messages = { r.messages.s, r.messages.n }, .think = r.think, .add_cue = r.continues ||
+                     !r.no_cue };
     if (is_given(&r.tools)) chat.tools = (TokStr){ r.tools.s, r.tools.n };
     const bool ok = !r.continues || take_begun(&r, &x->fault, &begun, &chat);
     if (ok && tok_chat(&x->t, &chat, &ids, &text) == 0) {
@@ -2479,7 +2492,8 @@ static const char chat_page[] =
 ;
 
 static void route_page(Exchange *x) {
-    static const char policy[] = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    static const char policy[] = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src "
+                                 "data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'";
     char tag[24];

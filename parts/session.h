@@ -431,7 +431,8 @@ static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
             return refuse_session(s, path, "%s: expected that of %.120s (%016" PRIx64 "), got another one (%016"
                                   PRIx64 ")", hashes[i].name, m->gguf.path, hashes[i].want, hashes[i].got);
     const struct { const char *flag; uint32_t got, want; } types[] = {
-        { "-ctk", h->k_type, own.k_type }, { "-ctv", h->v_type, own.v_type }, { "--kv-swa", h->ring_type, own.ring_type } };
+        { "-ctk", h->k_type, own.k_type }, { "-ctv", h->v_type, own.v_type },
+            { "--kv-swa", h->ring_type, own.ring_type } };
     for (int i = 0; i < 3; i++)
         if (types[i].got != types[i].want)
             return refuse_session(s, path, "%s: expected %s, got %s; try %s %s", types[i].flag,
@@ -444,7 +445,8 @@ static bool check_alike(Session *s, const char *path, const SessionHeader *h) {
     if (h->window != own.window)
         return refuse_session(s, path, "window: expected %" PRIu32 " tokens, got %" PRIu32, own.window, h->window);
     if (h->tail != own.tail)
-        return refuse_session(s, path, "--kv-tail: expected tails of %" PRIu32 " rows, got %" PRIu32, own.tail, h->tail);
+        return refuse_session(s, path, "--kv-tail: expected tails of %" PRIu32 " rows, got %" PRIu32, own.tail,
+                              h->tail);
     if (h->layout != own.layout || !h->ring != !own.ring)
         return refuse_session(s, path, "cache: expected the layout of this run (%016" PRIx64 "), got another (%016"
                               PRIx64 "); try the KV cache flags it was saved with", own.layout, h->layout);
@@ -472,7 +474,8 @@ static bool check_sizes(Session *s, const char *path, const SessionHeader *h) {
     else ok = ok && !h->snapshot_written && !h->snapshot_bytes;
     if (ok && session_bytes(m, h) == h->file_bytes) return true;
     return refuse_session(s, path, "the header is damaged: %" PRIu32 " tokens, %" PRIu32 " pending, rows up to %" PRIu32
-                          " in windows of %" PRIu32 ", checkpoint at %" PRIu32 ", and %" PRIu64 " bytes do not agree", h->n,
+                          " in windows of %" PRIu32 ", checkpoint at %" PRIu32 ", and %" PRIu64 " bytes do not agree",
+                              h->n,
                           h->n_pending, h->n_written, h->ring, h->snapshot_n, h->file_bytes);
 }
 
@@ -530,7 +533,8 @@ static bool session_from_fd(Session *s, SessionNote *note, int fd, const char *p
     *note = (SessionNote){ 0 };
     bool ok = !fstat(fd, &st);
     if (!ok) refuse_session(s, path, "%s", strerror(errno));
-    if (ok && !S_ISREG(st.st_mode)) ok = refuse_session(s, path, "expected a regular file, got a device, a pipe or a directory");
+    if (ok && !S_ISREG(st.st_mode))
+        ok = refuse_session(s, path, "expected a regular file, got a device, a pipe or a directory");
     if (ok && st.st_size < (off_t)(sizeof h + sizeof(uint64_t)))
         ok = refuse_session(s, path, "expected a gemma4 session file, got %lld bytes", (long long)st.st_size);
     if (ok && pread(fd, &h, sizeof h, 0) != sizeof h) ok = refuse_session(s, path, "%s", strerror(errno));

@@ -165,7 +165,8 @@ static void trim_store(Store *st) {
     }
     while ((st->used > st->room || st->n_open > PARK_MOST) && (p = oldest_in_memory(st))) {
         if (st->dir && !p->path)
-            fprintf(stderr, "# --session-dir: a session of %zu tokens is dropped: it is not in a file, and --cache-ram is "
+            fprintf(stderr, "# --session-dir: a session of %zu tokens is dropped: it is not in a file, and "
+                            "--cache-ram is "
                     "full\n", p->ids.n);
         if (p->path) leave_memory(st, p);
         else drop_parked(st, p);

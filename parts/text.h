@@ -91,7 +91,8 @@ static const char *card_name(const Ops *op) {
 static void print_card(FILE *f, const char *label, const Ops *op) {
     const Card *card = op->card ? op->card() : NULL;
     if (card)
-        fprintf(f, "%s%s, compute capability %d.%d, %d SMs, %.1f GiB%s\n", label, card_name(op), card->major, card->minor,
+        fprintf(f, "%s%s, compute capability %d.%d, %d SMs, %.1f GiB%s\n", label, card_name(op), card->major,
+                card->minor,
                 card->n_sm, (double)card->memory / (1 << 30), card->host_memory ? " shared with the host" : "");
 }
 
@@ -105,7 +106,8 @@ static void print_plan(Model *m) {
     fprintf(stderr, "# %s: %d layers, dim %d, %d experts, vocabulary %d, weights %.1f MiB (%s)\n", model_name(m),
             c->n_layers, c->dim, c->n_experts, c->vocab, (double)m->binder->bytes / mib,
             gguf_type_name(m->weights.layer[0].attn_q.type));
-    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), window KV %.1f MiB, staging %.1f MiB, activations "
+    fprintf(stderr, "# plan: context %d: global KV %.1f MiB (%s%s%s %s), window KV %.1f MiB, staging %.1f MiB, "
+                    "activations "
             "%.1f MiB, scratch %.1f MiB\n", m->options.n_ctx, (double)m->plan.kv_global / mib,
             kv_names[k], k == v ? "" : "/", k == v ? "" : kv_names[v], tied ? "tied" : "untied",
             (double)m->plan.kv_rings / mib, (double)m->plan.staging / mib, (double)m->plan.activations / mib,
@@ -265,7 +267,8 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
     printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
     printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
     if (o.drafter)
-        printf("draft model  %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 : m->drafter->binder->bytes)) / gib);
+        printf("draft model  %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 :
+                                                                    m->drafter->binder->bytes)) / gib);
     printf("total        %9.3f GiB\n", (double)needed / gib);
     printf("available    %9.3f GiB, %s\n", (double)budget / gib,
            o.memory ? "set by --vram" : "31/32 of the free memory");
@@ -392,7 +395,9 @@ static void print_turn(const Turn *t) {
     fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
-    if (t->loop) fprintf(stderr, "# warning: the text repeats itself in a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");
+    if (t->loop)
+        fprintf(stderr, "# warning: the text repeats itself in a loop of %d token%s\n", t->loop, t->loop == 1 ? "" :
+                "s");
     if (d->n_steps) print_drafts(t);
 }
 
