@@ -417,7 +417,7 @@ static void print_bench_end(const Bench *b, Format format) {
         printf("\nMemory: %.3f GiB planned, %.3f GiB resident, which includes the mapped pages of the model file.\n",
                planned / gib, (double)resident_memory() / gib);
         if (device > 0) printf("Device: %.3f GiB used, %.1f %% of the plan.\n", device / gib, 100 * device / planned);
-        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows of a token once; file and caches stay "
+        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows that a token reads, once; file and caches are "
                "warm.\n", b->bandwidth * 1e-9);
     }
     flush_output();
@@ -961,7 +961,7 @@ static void print_ppl_markdown(const Model *m, const PplOptions *o, const PplRes
            kv_names[m->options.k_type], kv_names[m->options.v_type], kv_names[ring_type(m)], o->n_ctx, o->stride,
            o->n_chunks, o->n_chunks * ppl_judged(o), r->ppl, r->ppl_error);
     if (o->compare)
-        printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same first choice | PPL / base's "
+        printf("\n| KL divergence | median | 99 %% | 99.9 %% | largest | same top token | PPL / base PPL "
                "| RMS of Δp |\n"
                "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
                "| %.3e ± %.1e | %.3e | %.3e | %.3e | %.3e | %.3f ± %.3f %% | %.5f ± %.5f | %.4f %% |\n",

@@ -158,7 +158,7 @@ static bool answer(Chat *c) {
     if (ok && lossy && render(c, c->n_skipped, n, false, &part) == 0) p.checkpoint_at = same_ids(&part, &ids);
     if (ok && lossy) ok = compress_last(c, n, &ids, &p.checkpoint_at);
     if (ok && ids.n > n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids))) {
-        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, the context %zu; try -c %zu%s",
+        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, but the context only %zu; try -c %zu%s",
                  ids.n, n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
         ok = false;
     }
@@ -312,7 +312,7 @@ static bool load_messages(Chat *c, const char *path) {
 
 static void print_stats(const Chat *c) {
     if (session_turn(c->s)->why) print_turn(session_turn(c->s));
-    fprintf(stderr, "# context: %zu of %zu tokens held; %zu messages", session_held(c->s)->n, context_of(c),
+    fprintf(stderr, "# context: %zu of %zu tokens used; %zu messages", session_held(c->s)->n, context_of(c),
             count_messages(&c->messages, NULL));
     if (c->n_skipped) fprintf(stderr, ", the oldest %zu of them hidden from the model", c->n_skipped);
     fprintf(stderr, "\n");

@@ -189,7 +189,7 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
         const GgufTensor *t = &st->tensors[i];
         if (!hf_tensor_name(c, t->name, name, sizeof name)) {
             if (c->dflash)
-                die("%s: tensor '%s': a DFlash drafter has none of that name: one of another kind, which is not "
+                die("%s: tensor '%s': DFlash v1 has no tensor of this name; other draft models are not "
                     "supported", st->path, shown(t->name));
             if (!n_other++) first_other = t->name;
             continue;
@@ -591,7 +591,7 @@ static char *hf_read_config(const char *folder, HfConfig *c) {
     c->dflash = gguf_json_get(&c->root, "architectures", &names) && names.type == GGUF_J_ARRAY &&
                 gguf_json_next(&names, NULL, &first) && gguf_json_is(&first, "DFlashDraftModel");
     if (!c->assistant && !c->dflash && strncmp(type.s, "\"gemma4", 7))
-        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other drafters "
+        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other draft models "
             "are read from GGUF files", c->path, shown((GgufStr){ type.s, type.n }));
     c->arch = c->dflash ? "dflash" : c->assistant ? "gemma4-assistant" : "gemma4";
     return text;

@@ -58,10 +58,10 @@ static void scorer_check(const char *file, Model *target) {
         die("--scorer: %s: key '%s': missing (E_META_MISSING)", target->gguf.path, key);
     if (gguf_get_strs(&g, key, &got, &n_got) < 1) die("--scorer: %s: key '%s': missing (E_META_MISSING)", file, key);
     if (n != n_got)
-        die("--scorer: %s: expected the vocabulary of %s, %zu tokens, got %zu", file, target->gguf.path, n, n_got);
+        die("--scorer: %s: expected the vocabulary of %s with %zu tokens, got %zu", file, target->gguf.path, n, n_got);
     while (i < n && want[i].n == got[i].n && !memcmp(want[i].s, got[i].s, want[i].n)) i++;
     if (i < n)
-        die("--scorer: %s: expected the vocabulary of %s, both have %zu tokens, but token %zu differs", file,
+        die("--scorer: %s: expected the vocabulary of %s: both have %zu tokens, but token %zu differs", file,
             target->gguf.path, n, i);
     gguf_close(&g);
 }
