@@ -21,6 +21,7 @@
  *                load.h      reading a model file                   generate.h  sessions and events
  *                plan.h      how much memory everything gets        dump.h      intermediate results
  *                cpu.h       the CPU backend                        kv.h        rows of the KV cache
+ *                score.h     scores of tokens                       session.h   sessions in files
  * INVARIANTS   Activations are f32. Matrices are (rows = out, cols = in), row-major, y = W x. Index products are
  *              size_t. A step allocates nothing, unless --dump is given.
  * TRAPS        The list before forward: every way in which this model differs from Llama. */

@@ -88,11 +88,11 @@ static SessionNote some_note(void) {
 // ---- there and back -------------------------------------------------------------------------------------------------
 
 // n tokens of session 0 to a file, that into session 1 of another model with a context of n_ctx.
-static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool marked) {
+static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool snapshot) {
     const char *file = in_tmp("there"), *again = in_tmp("again");
     Model *a = open_model(path, o), *b = open_model(path, (o.n_ctx = n_ctx, o));
-    Session s = hold(a, 0, marked ? n / 2 : n), r;
-    if (marked) {                                      // ring by ring, as all at once
+    Session s = hold(a, 0, snapshot ? n / 2 : n), r;
+    if (snapshot) {                                    // ring by ring, as all at once
         const size_t bytes = copy_rings(a, 0, NULL, COPY_OUT);
         uint8_t *rings = must(malloc(bytes + 1));
         int pieces = 0;
@@ -121,16 +121,16 @@ static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool 
         size_t n_bytes[2];
         char *bytes[2] = { bytes_of(file, &n_bytes[0]), bytes_of(again, &n_bytes[1]) };
         CHECK(n_ctx != N_CTX || (n_bytes[0] == n_bytes[1] && !memcmp(bytes[0], bytes[1], n_bytes[0])),
-              "%s: %d tokens%s: written again they are other bytes", path, n, marked ? " with a mark" : "");
+              "%s: %d tokens%s: written again they are other bytes", path, n, snapshot ? " with a snapshot" : "");
         free(bytes[0]);
         free(bytes[1]);
-        if (marked && n_ctx == N_CTX) {                // both go back to the mark in the same way
+        if (snapshot && n_ctx == N_CTX) {              // both go back to the snapshot in the same way
             int32_t other[N_CTX];
             memcpy(other, text, sizeof other);
             other[n / 2 + 1]++;
             session_keep(&s, other, n);
             session_keep(&r, other, n);
-            CHECK(a->len[0] == n / 2 + (a->len[0] > n / 2) && a->len[0] == b->len[1], "%s: back to the mark: %d tokens, read %d, want %d",
+            CHECK(a->len[0] == n / 2 + (a->len[0] > n / 2) && a->len[0] == b->len[1], "%s: back to the snapshot: %d tokens, read %d, want %d",
                   path, a->len[0], b->len[1], n / 2);
         }
         if (o.penalties) {
@@ -139,7 +139,7 @@ static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool 
         }
         const int more = min_int(N_MORE, n_ctx - b->len[1]);
         const uint64_t want = next_logits(a, 0, more), have = next_logits(b, 1, more);
-        CHECK(want == have, "%s: %d tokens into a context of %d%s: other logits behind them", path, n, n_ctx, marked ? ", marked" : "");
+        CHECK(want == have, "%s: %d tokens into a context of %d%s: other logits behind them", path, n, n_ctx, snapshot ? ", with a snapshot" : "");
     }
     session_note_free(&got);
     tok_text_free(&note.messages);
@@ -162,9 +162,9 @@ static void test_round_trips(const char *e, const char *dense, const char *moe) 
     round_trip(moe, with_types(KV_F32, KV_F32, false), R + 30, N_CTX, false);
     ModelOptions few = with_types(KV_TQ3, KV_TQ3, false);
     few.tail = 40, few.ring_type = KV_Q8_0;
-    for (int marked = 0; marked < 2; marked++) {
-        round_trip(dense, few, 2 * R + 17, N_CTX, marked);
-        round_trip(e, with_types(KV_Q8_0, KV_TQ4, false), R + 30, N_CTX, marked);
+    for (int snapshot = 0; snapshot < 2; snapshot++) {
+        round_trip(dense, few, 2 * R + 17, N_CTX, snapshot);
+        round_trip(e, with_types(KV_Q8_0, KV_TQ4, false), R + 30, N_CTX, snapshot);
     }
     round_trip(e, few, 90, 128, false);                // a shorter ring, and a tail that has wrapped
     round_trip(e, f16, W + 20, N_CTX, true);
@@ -234,7 +234,7 @@ static void test_damage(const char *path) {
         { "fewer tokens", "do not agree", 80, 89 }, { "more pending", "do not agree", 84, 3 }, { "huge pending", "do not agree", 84, UINT32_MAX },
         { "seen before the end", "do not agree", 88, 5 }, { "rows far ahead", "try -c ", 88, 100000 }, { "seen, huge", "do not agree", 88, UINT32_MAX },
         { "no ring", "cache: expected", 92, 0 }, { "a ring too short", "do not agree", 92, 1 }, { "a huge ring", "do not agree", 92, UINT32_MAX },
-        { "a mark behind the end", "do not agree", 96, 91 }, { "no mark", "do not agree", 96, 0 }, { "a mark seen less", "do not agree", 100, 1 },
+        { "a snapshot after the end", "do not agree", 96, 91 }, { "no snapshot", "do not agree", 96, 0 }, { "a snapshot of fewer rows", "do not agree", 100, 1 },
         { "huge rings", "do not agree", 104, UINT32_MAX }, { "huge rings in 64 bits", "do not agree", 108, UINT32_MAX },
         { "much text", "do not agree", 120, UINT32_MAX }, { "neither text nor conversation", "do not agree", 128, 2 },
         { "a negative id", "token 0: expected an id", 168, UINT32_MAX }, { "an id too large", "token 1: expected an id", 172, 1 << 30 },
