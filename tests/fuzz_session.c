@@ -40,6 +40,7 @@ static Model *make_caches(void) {
     m.s.len = &device_len;
     m.len = &len;
     m.n_written = &seen;
+    m.drafter = alloc_or_die(1, sizeof *m.drafter);    // DRAFTER_NONE
     return &m;
 }
 
