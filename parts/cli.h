@@ -253,7 +253,7 @@ static const Flag flags[] = {
       "serve: parallel answers, each with its own context; default 1" },
     { "--chunk", NULL, "N", FLAG_INT, SERVE, FIELD(chunk), 1, LARGE_BATCH,
       "serve: prompt tokens between two decoding steps of other answers; default with -np: 512, else what fits in "
-      "host memory" },
+      "memory" },
     { "--api-key", NULL, "KEY", FLAG_TEXT, SERVE, FIELD(api_key), 0, 0,
       "serve: key that every request must send; default: none" },
     { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
@@ -648,7 +648,7 @@ static void check_session_path(const char *path) {
 // The plain loop generates and nothing else: refuses what it would have to ignore.
 static void check_greedy_flags(const Flags *f, bool chatting) {
     const struct { bool given; const char *name; } others[] = {
-        { chatting, "a chat cannot be used with --raw" }, { f->temperature > 0, "--temp" },
+        { chatting, "a chat" }, { f->temperature > 0, "--temp" },
             { f->drafter || f->spec, "-md or --spec" },
         { f->repeat != 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
