@@ -668,7 +668,7 @@ static void check_generate_flags(const Flags *f, bool chatting) {
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
     if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
         die("%s cannot be used with --raw", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
-            f->chat_template ? "--template" : "a chat cannot be used with --raw");
+            f->chat_template ? "--template" : "a chat");
     if (f->think_budget >= 0 && !f->think) die("--think-budget needs --think");
     if (f->session) check_session_path(f->session);
     if (!chatting && (f->history || f->verbose))
