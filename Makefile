@@ -19,6 +19,7 @@ NVCC    ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>
 # HAS_GPU= on the command line: as on a machine without one. In WSL a GPU is dxg, on a Jetson nvhost-gpu.
 HAS_GPU ?= $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 KERNELS := $(wildcard gemma4_kernels.cu)
+KERNEL_PARTS := $(wildcard parts/*.cuh) gemma4.h parts/kv.h parts/cards.h
 CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/include/cublas_v2.h)
 ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
 # Without a GPU the tests need no nvcc, since test_kernels.sh carries the kernels out on the CPU; ENGINE=cuda asks for it.
@@ -90,7 +91,7 @@ $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
 	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
-$(B)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h parts/cards.h $(B)/cuda-flags
+$(B)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
 $(B)/page.h: web/index.html
@@ -149,7 +150,7 @@ endif
 $(EMULATED): $(E)/kernels.o $(E)/emulator.o
 $(EMULATED): GPU_FLAGS = -DUSE_CUDA -DEMULATED=1 -rdynamic $(E)/kernels.o $(E)/emulator.o
 $(EMULATED): GPU_LIBS = -ldl
-$(E)/kernels.o: gemma4_kernels.cu gemma4.h parts/kv.h parts/cards.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
+$(E)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)
 	$(EMULATE) $(KERNEL_FLAGS) -xc++ -c $< -o $@
 $(E)/emulator.o: tests/cuda_on_cpu/emulator.cpp parts/cards.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags

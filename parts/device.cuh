@@ -1,0 +1,449 @@
+/* device.cuh - the device and its memory: start, allocation, copies, recorded steps, measurements. A part of
+ * gemma4_kernels.cu, which includes it in its section [10].
+ *
+ * HOLDS        the operations of gemma4.h that compute nothing: scratch_bytes, init, memory, reserve, release, copy, begin,
+ *              end, wait, mark, wait_for, launches, card, bandwidth, joules
+ * MAY USE      all of gemma4_kernels.cu before the include
+ * BEGIN        with cuda_init() in [1] and cuda_begin() in [3]
+ *   [1] Scratch, the device, start       [3] Recorded steps, marks
+ *   [2] Memory, copies                   [4] Bandwidth, energy */
+#ifndef DEVICE_CUH
+#define DEVICE_CUH
+
+// ==== [1] Scratch, the device, start =================================================================================
+// Small copies go through a ring of pinned memory, so that neither direction makes the host wait: what goes in is
+// copied to the ring first, what comes out stays there until wait() or wait_for(). A step is carried out as it is
+// issued the first time its key is seen, recorded as a graph the second time, and replayed from then on: most prompts
+// have sizes of their own. Prompt steps are never recorded.
+
+enum { LEAST_MAJOR = 8,       // compute capability
+       LEAST_SHARED = 99 << 10 };     // shared memory of a block, which all such cards have
+
+static size_t scratch_layout(const Limits *lim, char *base) {
+    const size_t all = (size_t)lim->max_rows * lim->max_cols, rows = prepared_rows(lim);
+    const size_t of_experts = lim->max_experts ? min_int(lim->max_rows, STEP_ROWS) : 0;
+    const size_t prepared = (2 * rows + of_experts) * lim->max_cols;
+    const int pairs = lim->max_rows > STEP_ROWS ? lim->max_rows * lim->max_experts : 0;
+    size_t at = 0;
+#define PLACE(field, type, n) cuda.field = (type *)(base + at), at += round_up((n) * sizeof(type), 256)
+    PLACE(y, float, prepared);
+    PLACE(yq, int8_t, prepared);
+    PLACE(ys, float, prepared / 32 + 2 * rows + of_experts);
+    PLACE(y16, __half, lim->max_rows > STEP_ROWS ? all : 0);
+    PLACE(order, int32_t, pairs);
+    PLACE(tiles, PairTile, pairs ? most_tiles(pairs, MAX_PROMPT_EXPERTS, SMALL_TILE) : 0);
+    PLACE(panel, __half, PANEL_BYTES / sizeof(__half));
+    PLACE(wide, float, lim->max_rows > STEP_ROWS ? wide_values(lim->max_rows) : 0);
+    PLACE(partial, float, PARTIAL_BYTES / sizeof(float));
+    PLACE(arrived, unsigned, MAX_ARRIVED);
+    PLACE(done, int, lim->max_rows);
+    PLACE(blas_work, char, BLAS_BYTES);
+#undef PLACE
+    return at;
+}
+
+static Limits joined_limits(const Limits *lim) {
+    Limits l = *lim;
+    l.max_rows = max_int(max_int(l.max_rows, cuda.lim.max_rows), 1);
+    l.max_cols = (int)round_up(max_int(l.max_cols, cuda.lim.max_cols), 32);
+    l.max_experts = max_int(l.max_experts, cuda.lim.max_experts);
+    l.vocab = max_int(l.vocab, cuda.lim.vocab);
+    return l;
+}
+
+static size_t cuda_scratch_bytes(const Limits *lim) {
+    const Limits l = joined_limits(lim);
+    char *kept = cuda.scratch;
+    const size_t n = scratch_layout(&l, NULL);
+    if (kept) scratch_layout(&cuda.lim, kept);         // the layout above was only counted
+    return n + (cuda.card.host_memory ? UPLOAD_THREADS * UPLOAD_PORTION : 0);          // pinned buffers, of the same memory
+}
+
+static int device_attribute(cudaDeviceAttr which) {
+    int value = 0;
+    CHECK_CUDA(cudaDeviceGetAttribute(&value, which, 0), "device attribute %d", (int)which);
+    return value;
+}
+
+static bool in_host_memory;   // the GPU that is there allocates from the host's memory: Jetson, GB10
+
+static const char *device_name(void) {
+    static struct cudaDeviceProp p;
+    CHECK_CUDA(cudaGetDeviceProperties(&p, 0), "device");
+    return p.name;
+}
+
+// The GPU that is there; if a card is pretended, no more than either has.
+static Card read_card(const Card *pretended) {
+    size_t free_bytes = 0;
+    Card c = { device_name() };
+    c.major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+    c.minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
+    c.n_sm = device_attribute(cudaDevAttrMultiProcessorCount);
+    c.block_shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    c.sm_shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    c.sm_threads = device_attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
+    c.sm_registers = device_attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
+    c.l2 = (size_t)device_attribute(cudaDevAttrL2CacheSize);
+    c.host_memory = in_host_memory = device_attribute(cudaDevAttrIntegrated);
+    cudaFuncAttributes code = { };
+    const cudaError_t e = cudaFuncGetAttributes(&code, sort_pairs_kernel);     // as good as any: the code of all is loaded
+    if (e != cudaSuccess && e != cudaErrorMemoryAllocation)
+        cuda_die("%s, compute capability %d.%d: this program was built for other GPUs (%s); build it with make cuda "
+                 "ARCH=native, or ARCH=all-major", c.name, c.major, c.minor, cudaGetErrorString(e));
+    CHECK_CUDA(e, "the kernels' code");
+    // take_turn() waits only where it was compiled for 9.0 or newer: code of 8.6, say, that runs on a 9.0 does not.
+    c.starts_early = c.major >= 9 && code.ptxVersion >= 90;
+    CHECK_CUDA(cudaMemGetInfo(&free_bytes, &c.memory), "memory");
+    if (!pretended) return c;
+    const Card *p = pretended;
+    c.name = p->name, c.major = p->major, c.minor = p->minor;
+    c.n_sm = min_int(c.n_sm, p->n_sm);
+    c.block_shared = min_int(c.block_shared, p->block_shared), c.sm_shared = min_int(c.sm_shared, p->sm_shared);
+    c.sm_threads = min_int(c.sm_threads, p->sm_threads), c.sm_registers = min_int(c.sm_registers, p->sm_registers);
+    c.l2 = min_size(c.l2, p->l2), c.memory = min_size(c.memory, p->memory);
+    c.host_memory |= p->host_memory;
+    c.starts_early &= p->starts_early;
+    return c;
+}
+
+// Whether there is a GPU that this program can use. If one is there, but cannot be used, one line says why.
+static bool find_device(void) {
+    static int found = -1;
+    int n_devices = 0, driver = 0, runtime = 0;
+    if (found >= 0) return found;
+    const cudaError_t e = cudaGetDeviceCount(&n_devices);
+    found = e == cudaSuccess && n_devices;
+    if (found) {
+        const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+        found = major >= LEAST_MAJOR;
+        if (!found)
+            fprintf(stderr, "# cuda: %s has compute capability %d.%d, but %d.0 or newer is needed: no GPU is used\n",
+                    device_name(), major, device_attribute(cudaDevAttrComputeCapabilityMinor), LEAST_MAJOR);
+    } else if (e == cudaErrorInsufficientDriver) {     // the driver is too old, or there is none: version 0
+        if (cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess && driver)
+            fprintf(stderr, "# cuda: the driver supports CUDA %d.%d, but this program was built with CUDA %d.%d: no GPU is "
+                    "used; update the driver, or build with an older toolkit\n", driver / 1000, driver % 1000 / 10,
+                    runtime / 1000, runtime % 1000 / 10);
+    } else if (e != cudaSuccess && e != cudaErrorNoDevice) {
+        fprintf(stderr, "# cuda: %s: no GPU is used\n", cudaGetErrorString(e));
+    }
+    cudaGetLastError();
+    return found;
+}
+
+static void start_device(void) {
+    if (cuda.stream) return;
+    cuda.card = read_card(cuda.pretended);
+    if (cuda.card.block_shared < LEAST_SHARED)
+        cuda_die("%s: a block may have %d bytes of shared memory, but the kernels need %d", cuda.card.name,
+                 cuda.card.block_shared, LEAST_SHARED);
+    CHECK_CUDA(cudaStreamCreateWithFlags(&cuda.stream, cudaStreamNonBlocking), "stream");
+    CHECK_CUDA(cudaMallocHost((void **)&cuda.ring, RING_BYTES), "pinned memory of %d bytes", RING_BYTES);
+    allow_shared(prepare_kernel<ROW_QUADS>);
+    allow_shared(prepare_kernel<NARROW_QUADS>);
+    allow_shared(prepare_kernel<0>);
+    allow_products();
+    allow_experts();
+    allow_attend();
+    allow_flash<64>();
+    allow_flash<32>();
+    CHECK_BLAS(cublasCreate(&cuda.blas), "cublasCreate");
+    CHECK_BLAS(cublasSetStream(cuda.blas, cuda.stream), "cublasSetStream");
+}
+
+static void forget_steps(void) {
+    for (int i = 0; i < cuda.n_steps; i++)
+        if (cuda.steps[i].exec) cudaGraphExecDestroy(cuda.steps[i].exec);
+    cuda.n_steps = 0;
+}
+
+static void cuda_init(const Limits *lim) {
+    start_device();
+    CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "init");
+    forget_steps();
+    const Limits l = joined_limits(lim);
+    const size_t size = scratch_layout(&l, NULL);
+    if (size > cuda.scratch_size) {
+        if (cuda.scratch) cudaFree(cuda.scratch);
+        CHECK_CUDA(cudaMalloc((void **)&cuda.scratch, size), "scratch of %zu bytes", size);
+        cuda.scratch_size = size;
+    }
+    cuda.lim = l;
+    scratch_layout(&l, cuda.scratch);
+    CHECK_CUDA(cudaMemsetAsync(cuda.arrived, 0, MAX_ARRIVED * sizeof *cuda.arrived, cuda.stream), "init");
+    CHECK_CUDA(cudaMemsetAsync(cuda.done, 0, l.max_rows * sizeof *cuda.done, cuda.stream), "init");
+    CHECK_BLAS(cublasSetWorkspace(cuda.blas, cuda.blas_work, BLAS_BYTES), "cublasSetWorkspace");
+}
+
+// ==== [2] Memory, copies =============================================================================================
+
+// Host memory that can be had without swapping, with what the page cache would give back; 0: not known.
+static size_t available_host_memory(void) {
+    char line[128];
+    unsigned long long kb = 0;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && !kb && fgets(line, sizeof line, f)) sscanf(line, "MemAvailable: %llu kB", &kb);
+    if (f) fclose(f);
+    return (size_t)kb << 10;
+}
+
+static void cuda_memory(size_t *free_bytes, size_t *total) {
+    start_device();
+    CHECK_CUDA(cudaMemGetInfo(free_bytes, total), "memory");
+    if (in_host_memory) {                              // where CUDA counts the page cache as taken
+        const size_t available = min_size(available_host_memory(), *total);
+        if (available > *free_bytes) *free_bytes = available;
+    }
+    const size_t used = *total - *free_bytes, most = cuda.card.memory;
+    *total = most;
+    *free_bytes = most > used ? most - used : 0;       // as on a card with that memory and the same users
+}
+
+static void *cuda_reserve(size_t bytes) {
+    void *p = NULL;
+    start_device();
+    if (cudaMalloc(&p, bytes ? bytes : 256) != cudaSuccess) {
+        cudaGetLastError();
+        return NULL;
+    }
+    CHECK_CUDA(cudaMemsetAsync(p, 0, bytes, cuda.stream), "zeroing %zu bytes", bytes);
+    return cuda.reserved = p;
+}
+
+// Everything issued before some point is done: what came out of the device until then is handed over, its part of the
+// ring is free again.
+static void finish_copies(size_t ring_at, unsigned n_pending) {
+    for (; (int)(n_pending - cuda.n_handed) > 0; cuda.n_handed++) {
+        const Pending *p = &cuda.pending[cuda.n_handed % MAX_PENDING];
+        memcpy(p->dst, p->src, p->bytes);
+    }
+    if (ring_at > cuda.ring_free) cuda.ring_free = ring_at;
+}
+
+static void cuda_wait(void) {
+    CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "wait");
+    finish_copies(cuda.ring_at, cuda.n_pending);
+}
+
+static void cuda_release(void *p) {
+    cuda_wait();
+    forget_steps();
+    for (HostTable **at = &cuda.tables; *at; ) {
+        HostTable *t = *at;
+        if (t->owner != p) {
+            at = &t->next;
+            continue;
+        }
+        *at = t->next;
+        CHECK_CUDA(cudaFreeHost(t->rows), "release of a table");
+        free(t);
+    }
+    CHECK_CUDA(cudaFree(p), "release");
+}
+
+// bytes of the ring that nobody uses.
+static char *ring_take(size_t bytes) {
+    bytes = round_up(bytes, 64);
+    const size_t at = cuda.ring_at % RING_BYTES, skipped = at + bytes > RING_BYTES ? RING_BYTES - at : 0;
+    const bool full = cuda.ring_at + skipped + bytes - cuda.ring_free > RING_BYTES;
+    if (full || cuda.n_pending - cuda.n_handed == MAX_PENDING) cuda_wait();
+    char *p = cuda.ring + (cuda.ring_at + skipped) % RING_BYTES;
+    cuda.ring_at += skipped + bytes;
+    return p;
+}
+
+// copy_words: a few words between the ring and the device's memory, by the engine that runs the operations: the one
+// that copies would have to be waited for on both sides.
+//   launch    one block of 256
+//   traffic   a round trip over the bus, some 2 us
+__global__ void copy_words_kernel(volatile uint32_t *dst, const volatile uint32_t *src, int n) {
+    take_turn();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) dst[i] = src[i];
+}
+
+static void copy_through_ring(void *dst, const void *src, size_t bytes, cudaMemcpyKind kind) {
+    if (bytes <= 4096 && ((uintptr_t)dst | (uintptr_t)src | bytes) % 4 == 0) {
+        launch(WRITES_ALL_BUT_WEIGHTS, copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst,
+               (const volatile uint32_t *)src, (int)(bytes / 4));
+        CHECK_LAUNCH("copy of %zu bytes", bytes);
+        return;
+    }
+    CHECK_CUDA(cudaMemcpyAsync(dst, src, bytes, kind, cuda.stream), "copy of %zu bytes", bytes);
+}
+
+static void cuda_copy(const Copy *c) {
+    if (!c->bytes) return;
+    if (c->kind == COPY_WITHIN) {
+        CHECK_CUDA(cudaMemcpyAsync(c->dst, c->src, c->bytes, cudaMemcpyDeviceToDevice, cuda.stream),
+                   "copy of %zu bytes", c->bytes);
+        return;
+    }
+    const cudaMemcpyKind kind = c->kind == COPY_IN ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+    if (c->bytes > RING_BYTES / 4) {                   // large: the driver's own way, and the host waits
+        CHECK_CUDA(cudaMemcpyAsync(c->dst, c->src, c->bytes, kind, cuda.stream), "copy of %zu bytes", c->bytes);
+        CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "copy of %zu bytes", c->bytes);
+        return;
+    }
+    char *at = ring_take(c->bytes);
+    if (c->kind == COPY_IN) {
+        memcpy(at, c->src, c->bytes);
+        copy_through_ring(c->dst, at, c->bytes, kind);
+    } else {
+        copy_through_ring(at, c->src, c->bytes, kind);
+        cuda.pending[cuda.n_pending++ % MAX_PENDING] = (Pending){ c->dst, at, c->bytes };
+    }
+}
+
+// ==== [3] Recorded steps, marks ======================================================================================
+
+// The entry of a key; a new one takes the place of the one that was not asked for the longest.
+static Recorded *find_step(const StepKey *key) {
+    Recorded *oldest = cuda.steps;
+    cuda.n_begun++;
+    for (int i = 0; i < cuda.n_steps; i++) {
+        Recorded *step = &cuda.steps[i];
+        if (memcmp(&step->key, key, sizeof *key) == 0) return step;
+        if (step->used < oldest->used) oldest = step;
+    }
+    if (cuda.n_steps < MAX_STEPS) *(oldest = &cuda.steps[cuda.n_steps++]) = (Recorded){ };
+    if (oldest->exec) {
+        CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "forgetting a step");       // it may run
+        CHECK_CUDA(cudaGraphExecDestroy(oldest->exec), "forgetting a step");
+    }
+    *oldest = (Recorded){ *key, NULL, 0, 0 };
+    return oldest;
+}
+
+static bool cuda_begin(StepKey key) {
+    cuda.step = NULL;
+    cuda.last = (Launched){ 0, WRITES_ALL_BUT_WEIGHTS };               // a replayed step is not seen here
+    if (key.kind == STEP_PROMPT) return true;
+    Recorded *step = find_step(&key);
+    const bool is_new = !step->used;
+    step->used = cuda.n_begun;
+    if (is_new) return true;
+    cuda.step = step;
+    cuda.recording = !step->exec;
+    if (cuda.recording)
+        CHECK_CUDA(cudaStreamBeginCapture(cuda.stream, cudaStreamCaptureModeThreadLocal),
+                   "recording a step of %d rows", key.rows);
+    return cuda.recording;
+}
+
+static void cuda_end(void) {
+    Recorded *step = cuda.step;
+    if (!step) return;
+    const int rows = step->key.rows;
+    if (cuda.recording) {
+        cudaGraph_t graph;
+        CHECK_CUDA(cudaStreamEndCapture(cuda.stream, &graph), "recording a step of %d rows", rows);
+        CHECK_CUDA(cudaGraphGetNodes(graph, NULL, &step->n_nodes), "recording a step of %d rows", rows);
+        CHECK_CUDA(cudaGraphInstantiate(&step->exec, graph, 0), "recording a step of %d rows", rows);
+        CHECK_CUDA(cudaGraphDestroy(graph), "recording a step of %d rows", rows);
+        cuda.recording = false;
+    }
+    CHECK_CUDA(cudaGraphLaunch(step->exec, cuda.stream), "step of %d rows", rows);
+    cuda.n_launches += (int64_t)step->n_nodes;
+}
+
+static int cuda_fence(void) {
+    Mark *mark = &cuda.marks[cuda.n_marks % MAX_MARKS];
+    if (!mark->event) CHECK_CUDA(cudaEventCreateWithFlags(&mark->event, EVENT_FLAGS), "mark");
+    CHECK_CUDA(cudaEventRecord(mark->event, cuda.stream), "mark");
+    mark->ring_at = cuda.ring_at;
+    mark->n_pending = cuda.n_pending;
+    return cuda.n_marks++;
+}
+
+// A mark older than the last MAX_MARKS has been overtaken: waiting for its successor waits for it too.
+static void cuda_wait_for(int number) {
+    const Mark *mark = &cuda.marks[number % MAX_MARKS];
+    CHECK_CUDA(cudaEventSynchronize(mark->event), "wait_for");
+    finish_copies(mark->ring_at, mark->n_pending);
+}
+
+static int64_t cuda_launches(void) { return cuda.n_launches; }
+
+static const Card *cuda_card(void) {
+    start_device();
+    return &cuda.card;
+}
+
+void cuda_pretend(const Card *card) { cuda.pretended = card; }
+
+void cuda_watch(void (*watch)(const LaunchPlan *), bool plans_only) {
+    cuda.watch = watch;
+    cuda.plans_only = plans_only;
+}
+
+// ==== [4] Bandwidth, energy ==========================================================================================
+
+// read_once: the sum of n times 16 bytes, so that they have to be read; it goes to out when it is one certain number.
+//   launch    16 blocks of 256 per multiprocessor, 8 loads under way in every thread
+__global__ void read_once_kernel(const uint4 *p, size_t n, uint32_t *out) {
+    take_turn();
+    uint32_t sum = 0;
+    const size_t stride = (size_t)gridDim.x * blockDim.x;
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 8 * stride) {
+        uint4 v[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = i + k * stride < n ? load_once(p + i + k * stride) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int k = 0; k < 8; k++) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    if (sum == 0x9e3779b9u) *out = sum;
+}
+
+// What a kernel that does nothing else reads per second: the best of ten times through a gigabyte, or as much as there
+// is room for beside what is reserved, many times what the L2 cache holds. Measured once; 0 without the room.
+static double cuda_bandwidth(void) {
+    static double best = -1;
+    if (best >= 0) return best;
+    size_t bytes = (size_t)1 << 30;
+    char *p = NULL;
+    best = 0;
+    start_device();
+    while (bytes >= 256 << 20 && cudaMalloc((void **)&p, bytes + 256) != cudaSuccess) bytes /= 2, p = NULL;
+    cudaGetLastError();
+    if (!p) return 0;
+    cudaEvent_t event[2];
+    for (int i = 0; i < 2; i++) CHECK_CUDA(cudaEventCreate(&event[i]), "bandwidth");
+    CHECK_CUDA(cudaMemsetAsync(p, 0, bytes, cuda.stream), "bandwidth");
+    for (int i = 0; i < 11; i++) {                     // the first time does not count
+        float ms = 0;
+        CHECK_CUDA(cudaEventRecord(event[0], cuda.stream), "bandwidth");
+        launch(WRITES_NOTHING, read_once_kernel, cuda.card.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4),
+               (uint32_t *)(p + bytes));
+        CHECK_LAUNCH("bandwidth");
+        CHECK_CUDA(cudaEventRecord(event[1], cuda.stream), "bandwidth");
+        CHECK_CUDA(cudaEventSynchronize(event[1]), "bandwidth");
+        CHECK_CUDA(cudaEventElapsedTime(&ms, event[0], event[1]), "bandwidth");
+        if (i && ms > 0 && bytes / (ms * 1e-3) > best) best = bytes / (ms * 1e-3);
+    }
+    for (int i = 0; i < 2; i++) cudaEventDestroy(event[i]);
+    CHECK_CUDA(cudaFree(p), "bandwidth");
+    return best;
+}
+
+// Energy since the driver was loaded, from NVML where it is installed.
+static double cuda_joules(void) {
+    static unsigned (*energy)(void *, unsigned long long *);
+    static void *device;
+    static bool tried;
+    if (!tried) {
+        tried = true;
+        void *lib = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+        unsigned (*init)(void) = lib ? (unsigned (*)(void))dlsym(lib, "nvmlInit_v2") : NULL;
+        typedef unsigned (*ByPci)(const char *, void **);
+        const ByPci by_pci = lib ? (ByPci)dlsym(lib, "nvmlDeviceGetHandleByPciBusId_v2") : NULL;
+        char pci[32] = "";
+        const bool named = init && by_pci && init() == 0 && cudaDeviceGetPCIBusId(pci, sizeof pci, 0) == cudaSuccess;
+        if (named && by_pci(pci, &device) == 0)
+            energy = (unsigned (*)(void *, unsigned long long *))dlsym(lib, "nvmlDeviceGetTotalEnergyConsumption");
+    }
+    unsigned long long millijoules = 0;
+    return energy && energy(device, &millijoules) == 0 ? millijoules * 1e-3 : -1;
+}
+
+#endif
