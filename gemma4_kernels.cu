@@ -1,7 +1,8 @@
 /* gemma4_kernels.cu - the CUDA backend: every operation of gemma4.h as kernels, each with its host wrapper below it.
  *
- * HOW TO READ  cuda_ops() at the end lists what there is. An operation is a function cuda_<op>; the definition of what
- *              it has to compute is cpu_<op> in gemma4.c [13]. Nothing here knows about files, text or the model.
+ * HOW TO READ  cuda_ops() at the end lists the operations. Operation <op> is the function cuda_<op>; cpu_<op> in
+ *              gemma4.c [13] defines what it computes. Nothing here knows about files, text or the model. Four headers
+ *              in parts/ hold what a first reader can skip: attend_coded.cuh, sparse.cuh, sample.cuh, device.cuh.
  * CONTENTS     search for "[n]"
  *   [1] Errors, the stream, state           [6] Products of a prompt: cuBLAS
  *   [2] Launch; warp and block helpers      [7] Cache: store, commit, copy
@@ -11,36 +12,30 @@
  * INVARIANTS   one stream; no operation allocates or synchronises; index products are size_t; for 1..64 rows the order
  *              of every sum depends on shapes alone. sm_80 and up.
  *
- * WORDS        one meaning each; in brackets what CUDA and others call it
+ * WORDS        each has one meaning
  *   lane       one of the 32 threads of a warp
- *   turn       from when on a launch may read what those before it wrote [programmatic dependent launch]
- *   early      before the launch's turn
- *   ahead      asked for, so that it is on its way while something else is done [prefetch]
- *   group      32 consecutive values of a row: the unit of quantised weights and of int8 activations
- *   octet      8 consecutive groups of a row: what the 8 lanes of a feature read at once
- *   chunk      16 consecutive bytes of a row: what one lane reads at once
- *   plane      the same few bits of all groups of a matrix, group after group; a matrix has up to four
- *   feature    one output of a product: a row of the matrix
- *   panel      rows of a matrix in f16 for cuBLAS
- *   job        one matrix of a launch of products and what becomes of its result
- *   tile       a part of a matrix, or of the keys, that a block works on as a whole
- *   unit       four features, a warp's work
- *   item       a tile or a unit in product_kernel
- *   piece      a tile of tile_kernel with the rows that go through it
- *   slice      the groups l, l + 8, ... of a row, whose terms one lane or warp adds up: a sum is joined from 8 of them
- *   share      what one of several workers gets of a whole
- *   stage      room in shared memory that copies fill while others are used [pipeline stage]; the cache of that name in
- *              gemma4.h, which holds the rows of a long prompt, is the staged one here
- *   ring       stages, or pinned memory, used in turn
- *   record     how an octet of one feature lies in a stage
- *   lot        copies that a commit closes [cp.async group]
- *   span, part tiles of keys in a row; the spans that one block attends to [split of flash decoding]
- *   swath      16 keys that follow each other: what a warp of attend_coded takes at once
- *   stream     swaths of a part that one warp attends to
- *   column     in attention, a row of the step times one of its heads
- *   slot       where a position lies in a cache
- *   strip      128 tokens of the vocabulary in sampling
- *   bin        tokens of similar logits in sampling */
+ *   early      before wait_for_previous_kernel() returns [programmatic dependent launch, PDL]
+ *   prefetch   to request data before it is needed, and to do something else until it arrives
+ *   stage      one slot of a pipeline buffer in shared memory: copies fill it while the other slots are used. The Cache
+ *              named `stage` in gemma4.h is another thing: it holds the new rows of a long prompt
+ *   group      32 consecutive values of a row: they share a scale, in quantised weights and in int8 activations
+ *   octet      8 consecutive groups of a row; the 8 lanes of a feature read one octet at once
+ *   chunk      16 consecutive bytes of a row: one load of a lane
+ *   plane      the same bits of all groups of a matrix, one group after the other; a matrix has up to four planes
+ *   feature    one output of a product: a row of the weight matrix
+ *   panel      rows of a weight matrix, converted to f16 for cuBLAS
+ *   job        one matrix of a launch of products, with what to do with the result
+ *   work item  what a warp or a block computes at a time in a kernel that loops; it ends with finished outputs
+ *   tile       a rectangle of a matrix, or 32 consecutive keys, that a block processes together
+ *   slice      the groups l, l + 8, l + 16, ... of a row, added up by one lane or warp; a sum has 8 slices
+ *   split      a part of a reduction that runs in another warp or block; its partial result is combined later
+ *   span       consecutive tiles of keys; the unit in which keys are dealt to the splits
+ *   subtile    16 consecutive keys: what one warp of attend_coded_kernel processes at a time
+ *   record     how one octet of one feature lies in a stage
+ *   column     in attention, one query: a row of the step times one of its heads. flash_kernel calls it a line
+ *   slot       the place of a position in a cache
+ *   strip      128 tokens of the vocabulary, in sampling
+ *   bin        tokens with similar logits, in sampling */
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -59,86 +54,85 @@
 #include "gemma4.h"
 
 // ==== [1] Errors, the stream, state ==================================================================================
-// A device error ends the process with one line that names the operation and its shapes. Everything the backend keeps
-// for itself is here: one stream, scratch that an operation may use until the next one, a ring of pinned memory for
-// copies, and the recorded steps.
+// A device error ends the process with one line that names the operation and its shapes. All state of the backend is
+// here: one stream, scratch memory that each operation may overwrite, a pinned buffer for copies, and recorded steps.
 
-enum { RING_BYTES = 4 << 20, MAX_STEPS = 256, MAX_PENDING = 256, MAX_MARKS = 1024, PANEL_BYTES = 64 << 20,
+enum { PINNED_BYTES = 4 << 20, MAX_STEPS = 256, MAX_PENDING = 256, MAX_FENCES = 1024, PANEL_BYTES = 64 << 20,
        PARTIAL_BYTES = 64 << 20, BLAS_BYTES = 32 << 20, MAX_ARRIVED = 4096,
-       STATIC_SHARED = 3 << 10 };       // shared memory that a kernel may have beside shared_bytes
-enum { EVENT_FLAGS = cudaEventDisableTiming | cudaEventBlockingSync };     // the host sleeps until it comes
+       STATIC_SHARED = 3 << 10 };       // shared memory that a kernel may declare in addition to shared_bytes
+enum { EVENT_FLAGS = cudaEventDisableTiming | cudaEventBlockingSync };     // the host sleeps while it waits
 
-typedef struct {              // a step that was seen
+typedef struct {              // a step whose key was seen at least once
     StepKey key;
-    cudaGraphExec_t exec;     // NULL: seen once, and recorded when it comes again
-    size_t  n_nodes;          // launches in it
-    int64_t used;             // number of the begin() that last asked for it
+    cudaGraphExec_t exec;     // NULL: seen once; the second time it is recorded
+    size_t  n_nodes;          // kernels in the graph
+    int64_t used;             // number of the last begin() with this key
 } Recorded;
 
-typedef struct {              // device -> host copy that is handed over once it is there
+typedef struct {              // a copy from device to host, delivered to dst when its data has arrived
     void  *dst;
-    const char *src;          // in the ring
+    const char *src;          // in the pinned buffer
     size_t bytes;
 } Pending;
 
-typedef struct {              // everything issued before a mark
+typedef struct {              // a point in the stream
     cudaEvent_t event;
-    size_t   ring_at;         // as in the state below
+    size_t   pinned_at;       // values of the state below at that point
     unsigned n_pending;
-} Mark;
+} Fence;
 
-typedef struct HostTable {    // rows of a table in pinned host memory
-    const void *file, *owner; // what was uploaded; the memory that was reserved last before it
+typedef struct HostTable {    // a table whose rows stay in pinned host memory
+    const void *file, *owner; // the uploaded data; the last memory reserved before the upload
     void *rows;
     struct HostTable *next;
 } HostTable;
 
-typedef struct {              // a launch, as far as the next one has to know
+typedef struct {              // what the next launch has to know about this one
     int      blocks;
-    unsigned writes;          // Writes
+    unsigned writes;          // WRITES_.. below
 } Launched;
 
-typedef struct {              // pairs order[first .. first + n - 1], all of one expert; n = 0: nothing
+typedef struct {              // pairs order[first .. first + n - 1], all of one expert; n = 0: unused
     int32_t expert, first, n;
 } PairTile;
 
 static struct {
     cudaStream_t stream;
     cublasHandle_t blas;
-    Card   card;              // what launches are planned for
-    const Card *pretended;    // NULL: the card that is there
-    void (*watch)(const LaunchPlan *); // told of every planned launch; NULL: nobody
-    bool   plans_only;        // launches are planned and told, and not carried out
+    Card   card;              // launches are planned for this card
+    const Card *pretended;    // NULL: the real card
+    void (*watch)(const LaunchPlan *); // called for every planned launch; NULL: no caller
+    bool   plans_only;        // plan and report launches, but do not run them
     Limits lim;
-    char  *scratch;           // (scratch_size) carved by scratch_layout()
+    char  *scratch;           // (scratch_size) divided by scratch_layout()
     size_t scratch_size;
-    float *y;                 // (3, prepared_rows, max_cols) prepared inputs: of the operation, of what rides along, of
-                              // the experts behind it (STEP_ROWS at most)
+    float *y;                 // (3, prepared_rows, max_cols) prepared inputs: of the operation, of the job in the same
+                              // launch, of the experts that follow (these up to STEP_ROWS rows)
     int8_t *yq;               // (3, prepared_rows, max_cols)
     float *ys;                // (3, prepared_rows, max_cols / 32)
     __half *y16;              // (max_rows, max_cols) for cuBLAS, times PROMPT_SCALE
-    int32_t *order;           // (max_rows * max_experts) pairs of a row and an expert that it chose, by expert
+    int32_t *order;           // (max_rows * max_experts) pairs (row, chosen expert), sorted by expert
     PairTile *tiles;          // (most_tiles)
     __half *panel;            // (PANEL_BYTES) rows of a matrix for cuBLAS
     float *wide;              // (wide_values) gate and up of a prompt
-    float *partial;           // (PARTIAL_BYTES) attention before its parts are put together
-    unsigned *arrived;        // (MAX_ARRIVED) blocks of a launch that have come to its end; 0 between launches
+    float *partial;           // (PARTIAL_BYTES) attention: results of splits before they are combined
+    unsigned *arrived;        // (MAX_ARRIVED) counts blocks of a launch that have finished; 0 between launches
     int   *done;              // (max_rows) Choice.done: 0 between launches
     char  *blas_work;         // (BLAS_BYTES)
-    char  *ring;              // (RING_BYTES) pinned; its bytes are given out in turn
-    size_t ring_at, ring_free;                 // bytes given out so far, and those among them that are done with
-    Pending pending[MAX_PENDING];              // in turn as well
-    unsigned n_pending, n_handed;              // so far
+    char  *pinned;            // (PINNED_BYTES) given out in order, then from the start again
+    size_t pinned_at, pinned_free;             // bytes given out so far; how many of them are free again
+    Pending pending[MAX_PENDING];              // entry n lies at n % MAX_PENDING
+    unsigned n_pending, n_handed;              // copies issued and delivered so far
     Recorded steps[MAX_STEPS];
     int    n_steps;
-    int64_t n_begun;          // begin() so far
-    Recorded *step;           // between begin() and end(): recorded or replayed; NULL: its operations are carried out
+    int64_t n_begun;          // calls of begin() so far
+    Recorded *step; // between begin() and end(): being recorded or replayed; NULL: operations run as they are called
     bool   recording;
     int64_t n_launches;       // so far
-    Launched last;            // of them
-    Mark   marks[MAX_MARKS];
-    int    n_marks;           // given out so far
-    void  *reserved;          // the last one
+    Launched last;            // the last launch
+    Fence   fences[MAX_FENCES];
+    int    n_fences;          // so far
+    void  *reserved;          // the last reservation
     HostTable *tables;
 } cuda;
 
@@ -174,33 +168,34 @@ static int max_int(int a, int b) { return a > b ? a : b; }
 static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 // ==== [2] Launch; warp and block helpers =============================================================================
-// Kernels follow each other closely: the blocks of a launch come up while the last blocks of the launch before it still
-// work (programmatic dependent launch), and take_turn() holds them until its results can be read.
+// Launches overlap: the blocks of a launch start while the last blocks of the launch before it still run (programmatic
+// dependent launch, PDL). wait_for_previous_kernel() holds them until they may read its results.
 
-extern __shared__ __align__(16) char shared_bytes[];   // dynamic shared memory of whatever kernel runs
+extern __shared__ __align__(16) char shared_bytes[];   // dynamic shared memory of the running kernel
 
-// The first statement of every kernel, or the last one before it writes, or reads what it may not read early.
-__device__ static inline void take_turn(void) {
+// The first statement of every kernel, or the last one before the kernel writes, or reads something that the launch
+// before it may have written.
+__device__ static inline void wait_for_previous_kernel(void) {
 #if __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();                   // everything launched before has ended, and can be seen
-    cudaTriggerProgrammaticLaunchCompletion();         // the next may come up once all blocks got here
+    cudaGridDependencySynchronize();                   // all earlier launches have ended and their writes are visible
+    cudaTriggerProgrammaticLaunchCompletion();         // the next launch may start once all blocks are here
 #endif
 }
 
-// What a launch writes. Each states it, and all that it may write.
-enum { WRITES_ACTIVATIONS = 1,          // numbers of rows, choices of experts, results for the host, scratch
+// What a launch may write; every launch states it.
+enum { WRITES_ACTIVATIONS = 1,          // results of operations, chosen experts, scratch
        WRITES_ROWS = 2,                 // rows and segments of a step, lengths of sessions
        WRITES_CACHE = 4,                // rows of K and V
        WRITES_WEIGHTS = 8,
        WRITES_NOTHING = 0, WRITES_ALL_BUT_WEIGHTS = WRITES_ACTIVATIONS | WRITES_ROWS | WRITES_CACHE };
 
-// Whether the next launch may read before its turn what is written by launches that state `written`. Only the last
-// launch counts: it lets the next one come up when it has its own turn, and by then all those before it have ended.
-// Behind copies and cuBLAS the next launch comes up when they have ended.
+// May the next kernel read, before its wait_for_previous_kernel(), data of launches that state `written`? Only the last
+// launch matters: it lets the next one start only after its own wait, when all launches before it have ended. After a
+// copy or a cuBLAS call the next kernel starts when that has ended.
 static bool may_read_early(unsigned written) { return !(cuda.last.writes & written); }
 
-// One kernel on the stream; CHECK_LAUNCH behind it names the operation. writes: as above; shared: bytes of dynamic
-// shared memory. Every kernel may read weights before its turn, so none comes up beside one that writes them.
+// Launches one kernel; CHECK_LAUNCH after it names the operation. writes: as above; shared: bytes of dynamic shared
+// memory. Every kernel may read weights early, so no kernel overlaps one that writes weights.
 template <typename... Parameters, typename... Arguments>
 static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                    Arguments... arguments) {
@@ -220,9 +215,9 @@ static void launch(unsigned writes, void (*kernel)(Parameters...), dim3 grid, di
     cuda.n_launches += !cuda.recording;
 }
 
-// Called where a launch is planned, with what was chosen in words. per_sm: as in LaunchPlan
+// Called where a launch is planned; fmt says in words what was chosen. per_sm: as in LaunchPlan
 __attribute__((format(printf, 6, 7)))
-static void tell_plan(const char *family, dim3 grid, int threads, size_t shared, int per_sm, const char *fmt, ...) {
+static void report_plan(const char *family, dim3 grid, int threads, size_t shared, int per_sm, const char *fmt, ...) {
     if (!cuda.watch) return;
     LaunchPlan plan = { family, "", (int)(grid.x * grid.y * grid.z), threads, per_sm, shared };
     va_list ap;
@@ -232,51 +227,60 @@ static void tell_plan(const char *family, dim3 grid, int threads, size_t shared,
     cuda.watch(&plan);
 }
 
-// Once at start, for each kernel that needs it: all the shared memory that a block can have, but for `fixed` bytes that the
-// kernel declares.
+// Once at start, for each kernel that needs it: allows all shared memory that a block can have, less `fixed` bytes that
+// the kernel declares statically.
 template <typename Kernel> static void allow_shared(Kernel kernel, int fixed = STATIC_SHARED) {
-    CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, cuda.card.block_shared - fixed),
-               "shared memory of a kernel");
+    const int bytes = cuda.card.block_shared - fixed;
+    const cudaFuncAttribute which = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    CHECK_CUDA(cudaFuncSetAttribute(kernel, which, bytes), "shared memory of a kernel");
 }
 
-// ---- instructions that CUDA C++ has no name for ----
-// A group of 8 lanes l .. l + 7 hands in addresses of 8 rows of 16 bytes; matrix i of four comes from lanes 8 i ...
-// Every lane gets word lane % 4 of row lane / 4 of each.
+// ---- instructions without a name in CUDA C++ ----
+// Loads four matrices of 8 rows of 16 bytes. Lanes 8 i .. 8 i + 7 pass the addresses of the rows of matrix i. Of each
+// matrix every lane gets word lane % 4 of row lane / 4:
+//
+//              bytes 0..3   4..7   8..11   12..15
+//     row 0    lane  0      1      2       3
+//     row 1    lane  4      5      6       7
+//     ...                                               row r, word w -> lane 4 r + w
+//     row 7    lane 28      29     30      31
 #ifdef __CUDACC__
 __device__ static inline void load_matrices(unsigned r[4], const void *shared_row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
 }
-// The same for matrices of 8 x 8 halves, transposed.
+// The same, but each matrix of 8 x 8 halves is transposed.
 __device__ static inline void load_matrices_transposed(unsigned r[4], const void *shared_row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"((unsigned)__cvta_generic_to_shared(shared_row)) : "memory");
 }
-// A matrix of 8 x 8 halves, transposed: lane l has two of row l / 4, columns 2 (l % 4) and the next, before and after.
+// Transposes a matrix of 8 x 8 halves: lane l holds row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1, before and after.
 __device__ static inline unsigned transpose_matrix(unsigned a) {
     unsigned r;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
     return r;
 }
-// c (16 x 8) += a (16 x 32, row-major) b (32 x 8, column-major), int8 with int32 sums. Lane l, t = l / 4, k = l % 4:
-//   a[0], a[1]: values 4k .. 4k + 3 of rows t, t + 8; a[2], a[3]: values 16 + 4k .. of them
-//   b[0], b[1]: values 4k .. and 16 + 4k .. of column t;   c[0], c[1]: row t, columns 2k, 2k + 1; c[2], c[3]: row t + 8
+// c (16 x 8) += a (16 x 32, row-major) b (32 x 8, column-major), int8 with int32 sums. Lane l holds, with t = l / 4 and
+// k = l % 4:
+//   a[0], a[1]: values 4k .. 4k + 3 of rows t and t + 8; a[2], a[3]: values 16 + 4k .. 16 + 4k + 3 of the same rows
+//   b[0], b[1]: values 4k .. and 16 + 4k .. of column t
+//   c[0], c[1]: row t, columns 2k and 2k + 1; c[2], c[3]: the same columns of row t + 8
 __device__ static inline void multiply_int8(int c[4], const unsigned a[4], const unsigned b[2]) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// The same for 16 values: a (16 x 16), b (16 x 8).
-//   a[0], a[1]: values 4k .. of rows t, t + 8; b: values 4k .. of column t
+// The same with 16 values: a (16 x 16), b (16 x 8).
+//   a[0], a[1]: values 4k .. 4k + 3 of rows t and t + 8; b: values 4k .. 4k + 3 of column t
 __device__ static inline void multiply_int8_half(int c[4], const unsigned a[2], unsigned b) {
     asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 // c (16 x 8) += a (16 x 16, row-major) b (16 x 8, column-major), halves with f32 sums.
-//   a[0], a[1]: values 2k, 2k + 1 of rows t, t + 8; a[2], a[3]: values 8 + 2k .. of them
+//   a[0], a[1]: values 2k and 2k + 1 of rows t and t + 8; a[2], a[3]: values 8 + 2k and 9 + 2k of the same rows
 //   b[0], b[1]: values 2k .. and 8 + 2k .. of column t;   c as above
 __device__ static inline void multiply_half(float c[4], const unsigned a[4], const unsigned b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -284,34 +288,34 @@ __device__ static inline void multiply_half(float c[4], const unsigned a[4], con
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// 16 bytes from device to shared memory, both aligned to 16, without waiting. A commit closes what was asked for so
-// far; copied<N>() waits until all but the last N closed lots of this thread are there (a barrier then shows them to
-// the block).
+// Starts to copy 16 bytes from global to shared memory, both addresses multiples of 16, and returns. copy_commit()
+// closes a set of copies. wait_for_copies<N>() returns when all sets of this thread but the last N have arrived; a
+// barrier then makes them visible to the block.
 __device__ static inline void copy_ahead(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
 }
-// The same; L2 fetches all of the 128 bytes that they lie in.
+// The same; L2 fetches the whole line of 128 bytes.
 __device__ static inline void copy_line_ahead(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
 }
-// The same, or 16 bytes of zeros; the address counts in both cases.
+// The same if `there`, else writes 16 bytes of zeros. The address must be valid in both cases.
 __device__ static inline void copy_or_zero(void *shared, const void *global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0) : "memory");
 }
-// The same for 4 bytes, aligned to 4.
+// The same for 4 bytes, address a multiple of 4.
 __device__ static inline void copy_word_ahead(void *shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
 }
 __device__ static inline void copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
-__device__ static inline void copied(void) { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-// A barrier in shared memory that some arrive at and others wait at. Its phase n ends when `count` have arrived in it;
-// mbarrier_wait waits for the end of phase n, whose parity it is given. mbarrier_arrive_on_copies: this thread arrives
-// when all copies that it has asked for are there.
+__device__ static inline void wait_for_copies(void) { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+// A barrier in shared memory at which some threads arrive and others wait. Phase n ends after `count` arrivals.
+// mbarrier_wait waits for the end of the phase with this parity. mbarrier_arrive_on_copies arrives when all copies that
+// this thread has started are complete.
 __device__ static inline void mbarrier_init(uint64_t *b, unsigned count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"((unsigned)__cvta_generic_to_shared(b)),
                  "r"(count) : "memory");
@@ -336,69 +340,71 @@ __device__ static inline void mbarrier_wait(uint64_t *b, unsigned parity) {
 #endif
     } while (!there);
 }
-// The same number, but the compiler does not know that: what follows from it is worked out here, and not kept in
-// registers before.
-__device__ static inline int afresh(int v) {
+// Returns v, but the compiler cannot know that. Values computed from it are computed here and not kept in registers
+// from earlier.
+__device__ static inline int opaque(int v) {
     asm volatile("" : "+r"(v));
     return v;
 }
-// A barrier of the first N threads of the block; the others go on.
+// A barrier of the first N threads of the block; the other threads continue.
 template <int N>
 __device__ static inline void sync_first(void) { asm volatile("bar.sync 1, %0;" :: "n"(N) : "memory"); }
-// 16 bytes that are read once: past the L1 cache, without pushing others out.
+// Loads 16 bytes that are read once: bypasses L1 and evicts nothing there.
 __device__ static inline uint4 load_once(const void *p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-// Asks for bytes of global memory, so that they are in the L2 cache when they are read; both multiples of 16.
-__device__ static inline void fetch_ahead(const void *p, unsigned bytes) {
+// Prefetches global memory into L2; address and size are multiples of 16.
+__device__ static inline void prefetch_l2(const void *p, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
 #else
     (void)p, (void)bytes;
 #endif
 }
-// 2^x, off by up to two last bits; 0 for -Inf and below 2^-126.
+// 2^x, with an error of up to 2 ulp; 0 for -Inf and for results below 2^-126.
 __device__ static inline float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Four of the bytes of a (0 .. 3) and b (4 .. 7), named by the nibbles of the low half of `which`; of a nibble 8 + n all
-// bits are the highest bit of byte n.
-__device__ static inline unsigned pick_bytes(unsigned a, unsigned b, unsigned which) {
+// Four bytes of a (numbers 0 .. 3) and b (4 .. 7), selected by the nibbles of the low half of `which`. Nibble 8 + n
+// gives a byte filled with the highest bit of byte n.
+__device__ static inline unsigned permute_bytes(unsigned a, unsigned b, unsigned which) {
     unsigned r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(which));
     return r;
 }
-// sum + the dot product of four unsigned bytes with four signed ones.
+// sum + the dot product of four unsigned bytes (a) with four signed bytes (b).
 __device__ static inline int dot_unsigned(unsigned a, unsigned b, int sum) {
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(sum));
     return sum;
 }
-// Where a kernel's parameter lies in memory. Loads from there are under way all at once; in the constant bank each line
-// of 64 bytes is waited for, and its first reader comes all the way from memory.
-__device__ static inline const void *memory_of(const void *parameter) {
+// The address of a kernel parameter in memory. Loads from this address run in parallel. Through the constant bank, a
+// warp waits for each line of 64 bytes, and the first read of a line goes to memory.
+__device__ static inline const void *address_of_parameter(const void *parameter) {
     asm volatile("" : "+l"(parameter));
     return parameter;
 }
-// Has a parameter of up to 64 blockDim.x bytes brought into L2, for a kernel that reads it from the constant bank.
-// Nobody waits for the result.
-__device__ static inline unsigned touch_parameter(const void *parameter, int bytes) {
+// Loads a parameter of up to 64 blockDim.x bytes into L2, for a kernel that reads it through the constant bank. The
+// result is not used, so nothing waits for it.
+__device__ static inline unsigned prefetch_parameter(const void *parameter, int bytes) {
     unsigned word = 0;
     if (64 * (int)threadIdx.x < bytes)
-        asm volatile("ld.u32 %0, [%1];" : "=r"(word) : "l"((const char *)memory_of(parameter) + 64 * threadIdx.x));
+        asm volatile("ld.u32 %0, [%1];"
+                     : "=r"(word) : "l"((const char *)address_of_parameter(parameter) + 64 * threadIdx.x));
     return word;
 }
 #else
-#include "instructions.h"     // the same functions for a compiler that is not nvcc: tests/cuda_on_cpu
+#include "instructions.h"     // the same functions for g++: tests/cuda_on_cpu
 #endif
 
 // ---- division ----
+// Division by a number that the host knows, as a multiplication and a shift.
 
-typedef struct {              // a number that is divided by without a division
+typedef struct {
     unsigned by, factor, shift;
 } Divisor;
 
@@ -412,19 +418,19 @@ static Divisor divisor(unsigned by) {
 __device__ static inline int quotient(int x, Divisor d) {
     return (int)((__umulhi((unsigned)x, d.factor) + x) >> d.shift);
 }
-__device__ static inline int rest(int x, Divisor d) { return x - quotient(x, d) * (int)d.by; }
+__device__ static inline int modulo(int x, Divisor d) { return x - quotient(x, d) * (int)d.by; }
 
 // ---- order ----
-// Floats as whole numbers in the same order; -0 equals 0.
+// Floats as unsigned integers in the same order; -0 equals 0.
 
-__device__ static inline unsigned order_of(float z) {
+__device__ static inline unsigned ordered_bits(float z) {
     const unsigned bits = __float_as_uint(z + 0.0f);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-__device__ static inline float of_order(unsigned n) { return __uint_as_float(n >> 31 ? n & 0x7fffffffu : ~n); }
+__device__ static inline float from_ordered_bits(unsigned n) { return __uint_as_float(n >> 31 ? n & 0x7fffffffu : ~n); }
 
 // ---- halves ----
-// Two of them in a word, the first one lowest.
+// Two f16 in a word, the first one in the low bits.
 
 __device__ static inline unsigned half_bits(__half2 v) {
     unsigned bits;
@@ -438,7 +444,7 @@ __device__ static inline __half2 two_halves(unsigned bits) {
 }
 
 // ---- sums ----
-// Sums fold in halves, so their order is fixed: lane l adds lane l + 16, then 8, 4, 2, 1. All lanes get the result.
+// The order of a sum is fixed: lane l adds lane l + 16, then 8, 4, 2, 1. All lanes get the result.
 
 __device__ static inline float warp_sum(float v) {
     for (int h = 16; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
@@ -450,8 +456,8 @@ __device__ static inline float warp_max(float v) {
     return v;
 }
 
-// Sum over the block, for all threads. blockDim.x is a multiple of 32. Two barriers: one before the parts are read, one
-// before the next call may overwrite them.
+// Sum over the block, for all threads. blockDim.x is a multiple of 32. Two barriers: one before `part` is read, one
+// before the next call may overwrite it.
 __device__ static inline float block_sum(float v) {
     __shared__ float part[32];
     v = warp_sum(v);
@@ -463,15 +469,15 @@ __device__ static inline float block_sum(float v) {
     return v;
 }
 
-// Rounded step by step: the compiler may not fuse differently in different kernels (contract 7).
+// Each step is rounded by name: the compiler may not contract differently in different kernels (contract 7).
 __device__ static inline float activate(ActFn fn, float x) {
     if (fn == ACT_SILU) return x / (1.0f + expf(-x));
     const float inner = __fmaf_rn(__fmul_rn(0.044715f, x), __fmul_rn(x, x), x);
     return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(__fmul_rn(0.7978845608028654f, inner))));
 }
 
-// The scale of a group whose largest |x| has the bits `top` (as integers: NaN above Inf). The rule of contract 6, bit
-// for bit. *inv: what the values are multiplied with to become codes; 0: all codes are 0.
+// The scale of a group, from `top`: the bits of its largest |x| (compared as integers, NaN is above Inf). The rule of
+// contract 6, bit for bit. *inv: factor from values to codes; 0: all codes are 0.
 __device__ static inline float group_scale(unsigned top, float *inv) {
     const float a = __uint_as_float(top);
     *inv = 0;
@@ -481,7 +487,7 @@ __device__ static inline float group_scale(unsigned top, float *inv) {
     return __fdiv_rn(a, 127.0f);
 }
 
-// One group by one warp: lane l holds x, value l of the group.
+// One warp quantises one group: lane l holds x, value l of the group.
 __device__ static inline void quantise_group(float x, int8_t *q, float *s) {
     const int lane = threadIdx.x % 32;
     float inv;
@@ -491,35 +497,35 @@ __device__ static inline void quantise_group(float x, int8_t *q, float *s) {
 }
 
 // ==== [3] Weights: layout, upload ====================================================================================
-// Quantised matrices are repacked once, at upload, into planes that lanes read with wide, aligned loads: a lane takes a
-// whole group. Nothing is converted, every bit of the file is kept.
+// Quantised matrices are repacked once, at upload, into planes that lanes read with wide, aligned loads; a lane reads a
+// whole group. No bit of the file is lost or converted.
 //
 //   plane   per group of 32 values, row after row             Q8  4-bit  5-bit  6-bit  2-bit  3-bit
 //   lo      the low bits of the codes                bytes    32     16     16     16      8      8
 //   hi      the bits above them                      bytes     -      -      4      8      -      4
-//   head    what scales the group, or its 256 values, in the order of the file: see the list of formats below
-//   sup     f16 values of 256 that stand apart in the file
+//   head    what scales the group, or its block of 256 values, as in the file: see the list of formats below
+//   sup     f16 values of a block of 256 that the file keeps apart
 //
-//   4-bit lo   byte j: value j low nibble, value j + 16 high nibble. As four words v[0..3]: codes 4w .. 4w + 3 are the
-//              bytes of v[w] & 0x0f0f0f0f, codes 16 + 4w .. are those of v[w] >> 4 & 0x0f0f0f0f
-//   2-bit lo, hi of 6-bit: two words, one for each half of the group; bits 2w, 2w + 1 of byte b belong to value 4w + b
-//   1-bit hi:  one word; bit w of byte b belongs to value 4w + b
-// Planes follow each other, each at a multiple of 256 bytes. A stack of n matrices is one matrix of n * rows rows. A
-// table of which only rows are gathered may lie in pinned host memory, in the same layout.
+//   4-bit lo   low nibble of byte j: value j; high nibble: value j + 16. As four words v[0..3]: values 4w .. 4w + 3 are
+//              the bytes of v[w] & 0x0f0f0f0f, values 16 + 4w .. 16 + 4w + 3 those of v[w] >> 4 & 0x0f0f0f0f
+//   2-bit lo, and hi of 6-bit: two words, one for each half of the group; bits 2w, 2w + 1 of byte b belong to value 4w
+//   + b
+//   1-bit hi   one word; bit w of byte b belongs to value 4w + b
+// Planes follow each other, each at a multiple of 256 bytes. A stack of n matrices is stored as one matrix of n * rows
+// rows. A table from which rows are only gathered may stay in pinned host memory, in the same layout.
 
-typedef struct {              // where the planes of an uploaded matrix lie; floats: lo only, as in the file
+typedef struct {              // the planes of an uploaded matrix; floats: only lo, as in the file
     const uint8_t *lo, *hi, *head, *sup;
 } Planes;
 
-// One line for each type. Beyond it, a type has a case in file_code (where the file keeps its codes) and one in
-// group_scales (what scales a group). integer = code - offset, or the table's entry; value = a * integer - m, for a
-// half of a group each.
+// One line for each type. In addition a type has a case in file_code() (where the file keeps its codes) and one in
+// group_scales() (what scales a group). integer = code - offset, or the table's entry; value = a * integer - m, with a
+// and m for each half of a group.
 //     file       values and bytes of a block
-//     code       = lo + (hi << bits of lo): bits in both planes; TABLE_IQ4, TABLE_FP4 or none; offset
-//     head       bytes, for each group or, with blocks of 256 values, for these; where they lie in the block; bytes
-//                that the scales of one group take
-//     sup        bytes for 256 values; where they lie in the block
-//     traits     HAS_MIN: m is not 0; HAS_HALVES: those of a group differ; HAS_WIDE: a may be 2^104 or more
+//     code       bits in lo and in hi, code = lo + (hi << bits of lo); TABLE_IQ4, TABLE_FP4 or none; offset
+//     head       bytes for each group, or for each block of 256 values; offset in the block; bytes that one group needs
+//     sup        bytes for 256 values; offset in the block
+//     traits     HAS_MIN: m is not 0; HAS_HALVES: the halves of a group differ; HAS_WIDE: a may be 2^104 or more
 enum { TABLE_NONE, TABLE_IQ4, TABLE_FP4, HAS_MIN = 1, HAS_HALVES = 2, HAS_WIDE = 4 };
 //     type       file      code                       head         sup     traits
 #define USUAL_TYPES(X) \
@@ -542,7 +548,7 @@ enum { TABLE_NONE, TABLE_IQ4, TABLE_FP4, HAS_MIN = 1, HAS_HALVES = 2, HAS_WIDE =
     X(T_F32,        1,   4, 32, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0) \
     X(T_F16,        1,   2, 16, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0) \
     X(T_BF16,       1,   2, 16, 0, TABLE_NONE, 0,       0,   0,  0, 0,   0, 0)
-#define QUANTISED_TYPES(X) USUAL_TYPES(X) OTHER_TYPES(X)       // most files have the usual ones alone
+#define QUANTISED_TYPES(X) USUAL_TYPES(X) OTHER_TYPES(X)       // most files use only the usual ones
 
 typedef struct {              // a line of the list
     int values, bytes;
@@ -563,7 +569,7 @@ __host__ __device__ static constexpr Format format_of(DType t) {       // values
 
 __host__ __device__ static constexpr bool is_float(DType t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
 
-// Bytes that n values, whole blocks, take in a plane: 0 lo, 1 hi, 2 head, 3 sup.
+// Bytes of n values (whole blocks) in plane 0 lo, 1 hi, 2 head, 3 sup.
 __host__ __device__ static constexpr size_t plane_bytes(const Format &f, int plane, size_t n) {
     if (plane < 2) return n * (plane ? f.hi_bits : f.lo_bits) / 8;
     if (plane == 3) return n / 256 * f.sup;
@@ -589,7 +595,7 @@ static Planes planes_of(const Tensor *w) {
     return planes_at(w->data, w->type, (size_t)w->n * w->rows * w->cols, &bytes);
 }
 
-// Code of value i (0..255) of a block as it lies in the file; all its bits.
+// The whole code of value i (0..255) of a block in the layout of the file.
 __device__ static inline unsigned file_code(DType t, const uint8_t *b, int i) {
     const int l = i % 32, g = i / 32, p = i / 64, half = i / 128, k = i / 32 % 4;
     switch (t) {
@@ -611,12 +617,12 @@ __device__ static inline unsigned file_code(DType t, const uint8_t *b, int i) {
     }
 }
 
-// repack: blocks of the file -> planes, one thread per group.
+// repack: blocks of the file -> planes, one thread for each group.
 //   shapes    src: n_groups / (block / 32) blocks; planes: n_groups groups from first_group on
 //   launch    grid n_groups / 128, block 128
-//   traffic   reads and writes every byte once, bytewise: bound by the bus that brings them, not by memory
+//   traffic   reads and writes every byte once, byte by byte: the bus that delivers them is slower
 __global__ void repack_kernel(DType t, Format f, const uint8_t *src, Planes p, size_t first_group, size_t n_groups) {
-    take_turn();
+    wait_for_previous_kernel();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_groups) return;
     const size_t first = i * 32, g = first_group + i;
@@ -642,27 +648,27 @@ __global__ void repack_kernel(DType t, Format f, const uint8_t *src, Planes p, s
 
 // ---- reading a group ----
 
-typedef struct {              // a group, ready for dp4a: value = a[h] * integer - m[h], h = 0 for the first 16 values
-    unsigned c[8];            // four integers each, as bytes. With an offset they are codes: integer = code - offset
+typedef struct {              // a group, ready for dp4a: value = a[h] * integer - m[h]; h = 0 for values 0..15, else 1
+    unsigned c[8];            // four integers in each word. With an offset they are codes: integer = code - offset
     float a[2], m[2];
 } Group;
 
-// What follows from a line of the list. lo, hi, head, sup: how a row goes on, bytes of an octet in each plane.
+// Constants of a type. lo, hi, head, sup: bytes of an octet in each plane.
 template <DType T> struct Type {
     static constexpr Format form = format_of(T);
     static constexpr int  offset = form.offset;
     static constexpr bool min = form.traits & HAS_MIN, halves = form.traits & HAS_HALVES;
     static constexpr bool nibbles = form.lo_bits == 4 && !form.hi_bits && form.table == TABLE_NONE;
-    static constexpr bool blocks = form.values == 256;                 // a row is whole octets
-    static constexpr bool one_head = blocks && form.head_read == form.head;        // for all eight
+    static constexpr bool blocks = form.values == 256;                 // a row is a whole number of octets
+    static constexpr bool one_head = blocks && form.head_read == form.head; // one head for the eight groups of an octet
     static constexpr int  lo = plane_bytes(form, 0, 256), hi = plane_bytes(form, 1, 256),
         head = plane_bytes(form, 2, 256), sup = plane_bytes(form, 3, 256);
     static constexpr int  chunk = 16 / (form.bytes < 16 ? form.bytes : 16);        // floats: values in 16 bytes
-    // Groups under way for a lane at a time. More only make the loop longer than the instruction cache likes.
+    // Groups that a lane prefetches. More make the loop longer than the instruction cache likes.
     static constexpr int  depth = form.lo_bits == 8 ? 3 : 4;
 };
 
-// Four table entries by four codes 0..15 in the bytes of x. t: the table, four entries a word.
+// Looks up four codes 0..15, the bytes of x, in a table of 16 bytes: four entries in each of t0 .. t3.
 __device__ static inline unsigned lookup4(unsigned x, unsigned t0, unsigned t1, unsigned t2, unsigned t3) {
     const unsigned sel = (x & 0x7) | (x >> 4 & 0x70) | (x >> 8 & 0x700) | (x >> 12 & 0x7000);
     const unsigned upper = (x >> 3 & 0x01010101u) * 0xff;
@@ -676,17 +682,21 @@ __device__ static inline float e4m3(unsigned x) {      // unsigned; 0x7f means 0
     return e ? ldexpf(1 + m * 0.125f, e - 7) : m * 0x1p-9f;
 }
 
-// Sub-scale and sub-minimum g of Q4_K and Q5_K from the three words after d and dmin: 6 bits each, the first four of
-// both whole in words 0 and 1, of the others 4 bits in word 2 and 2 bits above the first ones.
+// Sub-scale and sub-minimum of group g in Q4_K and Q5_K, 6 bits each, from the three words that follow d and dmin:
+//
+//            bits 7 6             bits 5 .. 0            of byte j, j = 0..3
+//   s0       high bits of sc[4+j]   sc[j]
+//   s1       high bits of mn[4+j]   mn[j]
+//   s2       byte j: low 4 bits of sc[4+j], above them low 4 bits of mn[4+j]
 __device__ static inline void k_scales(unsigned s0, unsigned s1, unsigned s2, int g, unsigned *sc, unsigned *mn) {
-    // A lane keeps to one g: all but six instructions leave its loop.
+    // g does not change in a lane's loop, so the compiler moves all but six instructions out of it.
     const int shift = 8 * (g & 3), more = g < 4 ? shift : shift + 2;
     const unsigned upper = g < 4 ? 0x3f : 0x30, lower = g < 4 ? 0 : 15;
     *sc = (s0 >> more & upper) | (s2 >> shift & lower);
     *mn = (s1 >> more & upper) | (s2 >> shift >> 4 & lower);
 }
 
-// What is read of a group, as it lies in memory. Parts that a type does not have are never set.
+// The bytes of a group as they lie in memory. Fields that the type does not have are never set.
 template <DType T> struct Fetched {
     uint4 lo[Type<T>::form.lo_bits == 8 ? 2 : 1];
     uint2 hi;
@@ -694,7 +704,7 @@ template <DType T> struct Fetched {
     unsigned sup;
 };
 
-// Planes from group g on.
+// The planes from group g on.
 template <DType T> __device__ static inline Planes planes_from(const Planes &p, size_t g) {
     Planes at = { p.lo + g * (Type<T>::lo / 8), p.hi, p.head, p.sup };
     if constexpr (Type<T>::hi != 0) at.hi += g * (Type<T>::hi / 8);
@@ -703,7 +713,7 @@ template <DType T> __device__ static inline Planes planes_from(const Planes &p, 
     return at;
 }
 
-// The group that is `on` groups behind the one where p begins; with blocks of 256 values a multiple of 8.
+// Loads the group that follows the first group of p by `on` groups; with blocks of 256 values `on` is a multiple of 8.
 template <DType T> __device__ static inline void fetch_group(const Planes &p, int on, Fetched<T> *f) {
     constexpr Format form = Type<T>::form;
     const uint8_t *lo = p.lo + on * (Type<T>::lo / 8), *hi = p.hi + on * (Type<T>::hi / 8);
@@ -739,8 +749,8 @@ template <DType T> __device__ static inline void fetch_group(const Planes &p, in
 
 __device__ static inline float half_in(unsigned bits) { return __half2float(__ushort_as_half((unsigned short)bits)); }
 
-// What scales a group, from its head and sup as words. in_256: its number among the eight of 256 values; types with
-// blocks of 32 and 64 do not look at it.
+// What scales a group, from the words of its head and sup. in_256: number of the group among the eight of its 256
+// values; types with smaller blocks ignore it.
 template <DType T>
 __device__ static inline void group_scales(uint4 head, unsigned sup, int in_256, float a[2], float m[2]) {
     m[0] = m[1] = 0;
@@ -748,7 +758,7 @@ __device__ static inline void group_scales(uint4 head, unsigned sup, int in_256,
         a[0] = a[1] = half_in(head.x);
     } else if constexpr (T == T_Q4_1 || T == T_Q5_1) {
         a[0] = a[1] = half_in(head.x);
-        m[0] = m[1] = -half_in(head.x >> 16);          // these formats add it
+        m[0] = m[1] = -half_in(head.x >> 16);          // these formats add the minimum
     } else if constexpr (T == T_MXFP4) {
         const unsigned e = head.x;                     // 2^(e - 128); 0 and 1 are subnormal, 255 is NaN
         const unsigned power = e >= 2 ? (e - 1) << 23 : 0x00200000u << e;
@@ -770,7 +780,7 @@ __device__ static inline void group_scales(uint4 head, unsigned sup, int in_256,
             m[h] = half_in(sup >> 16) * (s >> 4 & 15);
         }
     } else if constexpr (T == T_Q3_K) {
-        // 16 scales of 6 bits: the low four in words 0 and 1, two more in word 2
+        // 16 scales of 6 bits: the low four bits in words 0 and 1, the high two in word 2
         const float d = half_in(sup);
         for (int h = 0; h < 2; h++) {
             const int j = 2 * in_256 + h;
@@ -783,19 +793,19 @@ __device__ static inline void group_scales(uint4 head, unsigned sup, int in_256,
     }
 }
 
-// Codes in the bytes of a word as the integers that they stand for, but for the offset.
+// Four codes, the bytes of a word, as integers before the offset is subtracted.
 template <DType T> __device__ static inline unsigned code_integers(unsigned codes) {
     // -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
     if constexpr (Type<T>::form.table == TABLE_IQ4) return lookup4(codes, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u,
                                                                    0x71594535u);
-    // twice 0 0.5 1 1.5 | 2 3 4 6, and the negative ones
+    // twice 0 0.5 1 1.5 | 2 3 4 6, then the same with a minus
     if constexpr (Type<T>::form.table == TABLE_FP4) return lookup4(codes, 0x03020100u, 0x0c080604u, 0xfdfeff00u,
                                                                    0xf4f8fafcu);
     return codes;
 }
 
-// in_256: number of the group among the eight of its 256 values; types with blocks of 32 and 64 do not look at it.
-// UPPER: where codes are nibbles, those of the second half stay where they are, 16 times as large.
+// in_256: as in group_scales. UPPER: codes that are nibbles stay in the high nibble in the second half, 16 times as
+// large.
 template <DType T, bool UPPER = false>
 __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Group *out) {
     constexpr Format form = Type<T>::form;
@@ -813,11 +823,11 @@ __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Grou
             c[4 + w] = UPPER && Type<T>::nibbles ? word[w] & 0xf0f0f0f0u : word[w] >> 4 & 0x0f0f0f0fu;
         }
     }
-    if constexpr (form.hi_bits == 1) {                 // bit w to the bit above lo of each byte
+    if constexpr (form.hi_bits == 1) {                 // bit w of each byte goes to the bit above lo
         const int to = form.lo_bits;
         for (int w = 0; w < 8; w++) c[w] |= (w < to ? f.hi.x << (to - w) : f.hi.x >> (w - to)) & 0x01010101u << to;
     }
-    if constexpr (form.hi_bits == 2)                   // bits 2w, 2w + 1 to bits 4, 5
+    if constexpr (form.hi_bits == 2)                   // bits 2w, 2w + 1 go to bits 4, 5
         for (int w = 0; w < 4; w++) {
             c[w] |= (w < 2 ? f.hi.x << (4 - 2 * w) : f.hi.x >> (2 * w - 4)) & 0x30303030u;
             c[4 + w] |= (w < 2 ? f.hi.y << (4 - 2 * w) : f.hi.y >> (2 * w - 4)) & 0x30303030u;
@@ -826,16 +836,16 @@ __device__ static inline void unpack_group(const Fetched<T> &f, int in_256, Grou
     group_scales<T>(f.head, f.sup, in_256, out->a, out->m);
 }
 
-// Group number g of the whole matrix.
+// Loads and unpacks group g of the whole matrix.
 template <DType T> __device__ static inline void load_group(const Planes &p, size_t g, Group *out) {
     Fetched<T> f;
     fetch_group<T>(planes_from<T>(p, g), 0, &f);
     unpack_group<T>(f, (int)(g & 7), out);
 }
 
-// A group times 32 activations, before their scale. dot: integers times int8 activations of each half, sum: the
-// activations of each half, all of them whole numbers; where the halves do not differ the first ones are of the whole
-// group.
+// A group times 32 activations, before the scale of the activations. dot0, dot1: integers times int8 activations in
+// each half; sum0, sum1: the activations in each half. All are whole numbers. Where the halves share scales, dot0 and
+// sum0 are those of the whole group.
 template <DType T>
 __device__ static inline float scaled_term(const float a[2], const float m[2], float dot0, float dot1, float sum0,
                                            float sum1) {
@@ -844,17 +854,17 @@ __device__ static inline float scaled_term(const float a[2], const float m[2], f
     return Type<T>::min ? __fmaf_rn(-m[0], sum0, __fmaf_rn(-m[1], sum1, term)) : term;
 }
 
-// The same from the codes: dot is with the offset still in it.
+// The same from codes: dot0 and dot1 still contain the offset.
 template <DType T>
 __device__ static inline float group_term(const float a[2], const float m[2], int dot0, int dot1, float sum0,
                                           float sum1) {
     constexpr float offset = Type<T>::offset;
-    const float d0 = (float)dot0, d1 = (float)dot1;    // whole numbers below 2^24, as are the sums: exact
+    const float d0 = (float)dot0, d1 = (float)dot1;    // whole numbers below 2^24, like the sums: exact
     if (!offset) return scaled_term<T>(a, m, d0, d1, sum0, sum1);
     return scaled_term<T>(a, m, __fmaf_rn(-offset, sum0, d0), __fmaf_rn(-offset, sum1, d1), sum0, sum1);
 }
 
-// Value i of a group in f32: exact, or correctly rounded where there is a minimum.
+// Value i of a group in f32: exact, or correctly rounded if the type has a minimum.
 template <DType T> __device__ static inline float value_of(const Group &x, int i) {
     const int code = (int8_t)(x.c[i / 4] >> 8 * (i % 4)) - Type<T>::offset;
     return Type<T>::min ? __fsub_rn(__fmul_rn(x.a[i / 16], (float)code), x.m[i / 16]) : x.a[i / 16] * code;
@@ -871,7 +881,7 @@ __device__ static inline float float_value(DType t, const uint8_t *p, size_t i) 
     return t == T_F16 ? __half2float(((const __half *)p)[i]) : __bfloat162float(((const __nv_bfloat16 *)p)[i]);
 }
 
-// Up to 32 values of a matrix from value `first` on, a multiple of 32, in f32.
+// Up to 32 values of a matrix in f32, from value `first` on, a multiple of 32.
 __device__ static inline void values_at(DType t, const Planes &p, size_t first, int n, float *v) {
     switch (t) {
 #define CASE(T, ...) case T: group_values<T>(p, first / 32, v); return;
@@ -895,24 +905,23 @@ static size_t planes_bytes(const Tensor *w) {
 
 static size_t cuda_weight_bytes(const Tensor *w) { return w->in_host ? 0 : planes_bytes(w); }
 
-// Host bytes of the file -> planes. Several threads take the portions of a matrix in turn, each with a pinned buffer
-// and a part of cuda.panel of its own: it copies a portion out of the mapped file, whose pages come from memory or the
-// disk meanwhile, and leaves the bus and the repacking to the device. Pages that are gone meet the handler of SIGBUS in
-// whatever thread it is.
+// Copies the file's bytes into planes. Several threads take portions of a matrix, one after the other. Each thread has
+// a pinned buffer and a part of cuda.panel: it copies a portion out of the mapped file (its pages come from memory or
+// disk) and leaves the transfer and the repacking to the device. A page that has vanished raises SIGBUS in that thread.
 typedef struct {
     const Tensor *w;
     char   *dst;
     Planes  p;
     Format  f;
-    size_t  n_blocks, portion;                         // of the matrix; of a portion: a multiple of 256 values
-    std::atomic<size_t> next;                          // portion that nobody has taken
+    size_t  n_blocks, portion;                         // of the matrix; of a portion, a multiple of 256 values
+    std::atomic<size_t> next;                          // the next portion that no thread has taken
 } Uploading;
 
 static struct {
     char *host[UPLOAD_THREADS];                        // (UPLOAD_PORTION) pinned
     cudaEvent_t free[UPLOAD_THREADS];
-    pthread_mutex_t issue;                             // the stream has one user at a time
-    std::atomic<int> n_threads;                        // at work on this matrix
+    pthread_mutex_t issue;                             // one thread at a time uses the stream
+    std::atomic<int> n_threads;                        // threads that upload this matrix
 } uploads = { { }, { }, PTHREAD_MUTEX_INITIALIZER, { 0 } };
 
 static void *upload_portions(void *uploading) {
@@ -940,8 +949,8 @@ static void *upload_portions(void *uploading) {
     return NULL;
 }
 
-// Pinned memory for a table that stays on the host, in the layout of the device, which reads rows of it over the bus.
-// *is_new: it has to be filled.
+// Pinned memory for a table that stays on the host, in the layout of the device, which reads its rows over the bus.
+// *is_new: the caller has to fill it.
 static void *host_table(const Tensor *w, bool *is_new) {
     HostTable *t = cuda.tables;
     while (t && (t->file != w->data || t->owner != cuda.reserved)) t = t->next;
@@ -978,7 +987,7 @@ static void cuda_upload(Tensor *w, void *dst) {
     int n_others = 0;
     uploads.n_threads = 0;
     while (n_others < n_threads - 1 && !pthread_create(&others[n_others], NULL, upload_portions, &u)) n_others++;
-    upload_portions(&u);                                 // all of it where no thread can be had
+    upload_portions(&u);                                 // does all of it if no thread can be created
     for (int i = 0; i < n_others; i++) pthread_join(others[i], NULL);
     if (w->scale) {
         float *scale = (float *)((char *)dst + bytes);
@@ -990,17 +999,17 @@ static void cuda_upload(Tensor *w, void *dst) {
 }
 
 // ==== [4] Inputs: embedding, norms ===================================================================================
-// The input of a product, In of gemma4.h, is made by one function from x' to the int8 form: up to MANY_ROWS - 1 rows by
-// every block of the product for itself, more rows (and rows wider than ROW_COLS) once, by a kernel of its own.
+// The input of a product (In of gemma4.h) is made by one function, from x' to int8. Up to MANY_ROWS - 1 rows: every
+// block of the product makes it for itself. More rows, or rows wider than ROW_COLS: a kernel of its own makes it once.
 
-// Prompts multiply in f16, whose 11 bits make an eighth of bf16's error. Activations go in times PROMPT_SCALE, so that
-// they may reach a million; what lies beyond is cut there.
+// Prompts multiply in f16, whose 11 bits give an eighth of the error of bf16. Activations are multiplied with
+// PROMPT_SCALE, so that values up to a million fit; larger ones are clamped.
 #define PROMPT_SCALE 0.0625f
 __device__ static inline __half prompt_half(float y) {
     y *= PROMPT_SCALE;
     return __float2half_rn(y != y ? y : fminf(fmaxf(y, -65504.0f), 65504.0f));
 }
-// Two values as halves, the first one lowest.
+// Two values as halves, the first one in the low bits.
 __device__ static inline unsigned prompt_halves(float a, float b) {
     const __half2 both = __halves2half2(prompt_half(a), prompt_half(b));
     unsigned word;
@@ -1008,7 +1017,7 @@ __device__ static inline unsigned prompt_halves(float a, float b) {
     return word;
 }
 
-typedef struct {              // where a prepared input goes; NULL: not wanted
+typedef struct {              // where a prepared input is written; NULL: not needed
     float *f;                 // (n_rows, cols)
     int8_t *q;                // (n_rows, cols)
     float *s;                 // (n_rows, cols / 32)
@@ -1016,24 +1025,27 @@ typedef struct {              // where a prepared input goes; NULL: not wanted
     bool   by_fragment;       // value i of a row of h lies at fragment_at(i); cols is a multiple of 16
 } Prepared;
 
-// Where value i goes so that lane l of a warp finds its share of quantised weights, values 4k .. 4k + 3 of 16 with k =
-// l % 4, where multiply_half() looks for them: 2k, 2k + 1 and 8 + 2k, 9 + 2k.
+// Permutes 16 activations to match the order of quantised weights. In a word of codes, lane l holds values 4k .. 4k + 3
+// (k = l % 4), but multiply_half() takes them as values 2k, 2k + 1, 8 + 2k and 9 + 2k. So activation i goes to:
+//
+//     i               0  1  2  3 | 4  5  6  7 | 8  9 10 11 | 12 13 14 15
+//     fragment_at(i)  0  1  8  9 | 2  3 10 11 | 4  5 12 13 |  6  7 14 15
 __device__ static inline int fragment_at(int i) { return (i & ~15) | (i & 2) << 2 | (i >> 1 & 6) | (i & 1); }
 
 enum { ROW_THREADS = 512, ROW_QUADS = 3, ROW_COLS = 4 * ROW_QUADS * ROW_THREADS, NARROW_QUADS = 2,
        NARROW_COLS = 4 * NARROW_QUADS * ROW_THREADS, MAX_READERS = 3, DELTA = 0, POST = 2, PRE = 3,
        NORM_WEIGHTS = PRE + MAX_READERS };
 
-// Up to MAX_READERS inputs with the same x', whose rows lie at multiples of 16 bytes when `quads` is set.
+// Up to MAX_READERS inputs with the same x'. quads: all rows lie at multiples of 16 bytes.
 typedef struct {
     In   in;
-    const float *norm[NORM_WEIGHTS];   // weights: DELTA in.w_delta, POST in.w_post, PRE w_pre of each; NULL: none
+    const float *norm[NORM_WEIGHTS];   // weights: DELTA in.w_delta, POST in.w_post, PRE w_pre of each input; NULL: none
     int  n, cols;
     float by;                 // 1 / cols
     int  quads;
 } RowInputs;
 
-// Four values from number i on; those behind the end are 0.
+// Four values from value i on; 0 after the end of the row.
 __device__ static inline float4 load4(const float *p, int i, int cols, int quads) {
     if (quads) return i < cols ? __ldcg((const float4 *)(p + i)) : make_float4(0, 0, 0, 0);
     return make_float4(i < cols ? __ldcg(p + i) : 0, i + 1 < cols ? __ldcg(p + i + 1) : 0,
@@ -1050,7 +1062,7 @@ __device__ static inline void store4(float *p, int i, int cols, int quads, float
     if (i + 3 < cols) p[i + 3] = v.w;
 }
 
-// No product and sum below is left to the compiler to contract: these rows have the same bits in every kernel.
+// Every rounding is written out, nothing is left to the compiler to contract: the same bits in every kernel.
 __device__ static inline float4 scale4(float4 a, float s) {
     return make_float4(__fmul_rn(a.x, s), __fmul_rn(a.y, s), __fmul_rn(a.z, s), __fmul_rn(a.w, s));
 }
@@ -1064,12 +1076,13 @@ __device__ static inline float squares4(float4 a, float sum) {
     return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.y, a.y, __fmaf_rn(a.x, a.x, sum))));
 }
 
-// 1 / rms of each of N rows whose sums of squares the threads of the block hold in parts; by: 1 / values of a row. Two
-// sets of shared memory take turns, so one barrier is enough: who writes a set again has passed the next call's, which
-// every reader of the set arrived at.
-template <int N> __device__ static inline void block_rms(const float *sum, float by, float eps, int *turn, float *out) {
+// 1 / rms of N rows; each thread passes its part of the N sums of squares. by: 1 / values of a row. Calls alternate
+// between two sets of shared memory, so one barrier is enough: a thread that overwrites a set has passed the barrier of
+// the next call, and every reader of that set has arrived there. phase: counts the calls.
+template <int N>
+__device__ static inline void block_rms(const float *sum, float by, float eps, int *phase, float *out) {
     __shared__ __align__(16) float part[2][2][ROW_THREADS / 32];
-    const int own = (*turn)++ % 2;
+    const int own = (*phase)++ % 2;
     float v[N];
 #pragma unroll
     for (int k = 0; k < N; k++) v[k] = warp_sum(sum[k]);
@@ -1085,23 +1098,27 @@ template <int N> __device__ static inline void block_rms(const float *sum, float
     }
 }
 
-// Row `row` of the inputs, by a block of ROW_THREADS. Thread t takes values 4 (t + 512 j) .. + 3, so a group belongs to
-// 8 lanes; emit(k)(i, y) hands out four values of input k from number i on, for all threads of a warp if for one (0
-// behind the end). store_x: x' is written where In wants it. With QUADS > 0, j < QUADS, rows lie at multiples of 16
-// bytes, x and both deltas are fetched at once and stay in registers up to the end; meanwhile() runs while they are on
-// their way. QUADS = 0: each pass reads all of them again, and d and x' pass through `wide` (cols) in shared memory.
-// weight(k, j): four of norm weights k for values j, which are constants and can be on their way before take_turn().
-// turn: of block_rms. READERS: the most inputs that there may be, 2 or 3.
-//   latency   one fetch from L2, then a reduction each for the deltas' norms (both at once), w_post and w_pre
+// Makes row `row` of the inputs; a block of ROW_THREADS. Thread t has values 4 (t + 512 j) .. + 3, so 8 lanes hold a
+// group.
+//   emit(k)(i, y)   takes four values of input k from value i on; called by a whole warp or not at all, y is 0 after
+//   the
+//                   end of the row
+//   weight(k, j)    four values of norm weights k, for the thread's values j; they are constant and may come early
+//   store_x         writes x' where In wants it
+//   QUADS > 0       j < QUADS; rows lie at multiples of 16 bytes; x and both deltas are loaded at once and stay in
+//                   registers; meanwhile() runs during these loads
+//   QUADS = 0       every pass loads them again; d and x' are kept in `wide` (cols) in shared memory
+//   READERS         the largest number of inputs, 2 or 3.   phase: of block_rms
+//   latency         one load from L2, then one reduction each for the deltas' norms (both at once), w_post and w_pre
 template <int QUADS, int READERS = 2, typename Weight, typename Meanwhile, typename Emit>
 __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight weight, float *wide, bool store_x,
-                                          int *turn, Meanwhile meanwhile, Emit emit) {
+                                          int *phase, Meanwhile meanwhile, Emit emit) {
     const In in = o.in;
     constexpr bool WIDE = QUADS == 0;
     const int cols = o.cols, stride = (cols + 3) / 4 * 4, n_quads = WIDE ? INT_MAX : QUADS, quads = WIDE ? o.quads : 1;
-    const int warp_first = threadIdx.x / 32 * 128;     // a warp whose values lie behind the end has nothing to do
+    const int warp_first = threadIdx.x / 32 * 128;     // a warp whose values lie after the end has no work
     const size_t at = row * cols;
-    const unsigned first = (unsigned)row * (unsigned)cols / 4 + threadIdx.x;   // less than 2^32 values in a step
+    const unsigned first = (unsigned)row * (unsigned)cols / 4 + threadIdx.x;   // a step has less than 2^32 values
     const float4 none = make_float4(0, 0, 0, 0);
     float4 x[WIDE ? 1 : QUADS], d[2][WIDE ? 1 : QUADS];
     auto fetch = [&](const float *p, int j) {
@@ -1133,10 +1150,10 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight
             sum[0] = squares4(WIDE ? fetch(in.delta[0], j) : d[0][j], sum[0]);
             if (normed1) sum[1] = squares4(WIDE ? fetch(in.delta[1], j) : d[1][j], sum[1]);
         }
-        if (normed1) block_rms<2>(sum, o.by, in.eps, turn, scale);
-        else block_rms<1>(sum, o.by, in.eps, turn, scale);
+        if (normed1) block_rms<2>(sum, o.by, in.eps, phase, scale);
+        else block_rms<1>(sum, o.by, in.eps, phase, scale);
     }
-    // d[0], or `wide`: the sum of the deltas.
+    // d[0], or `wide`, becomes the sum of the deltas.
     float sum = 0, post_scale = 1, pre_scale = 1;
     const bool post = in.w_post && (in.delta[0] || in.delta[1]);
 #pragma unroll
@@ -1150,7 +1167,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight
         if (WIDE) store4(wide, 4 * (threadIdx.x + ROW_THREADS * j), stride, 1, a);
         else d[0][j] = a;
     }
-    if (post) block_rms<1>(&sum, o.by, in.eps, turn, &post_scale);
+    if (post) block_rms<1>(&sum, o.by, in.eps, phase, &post_scale);
     sum = 0;
 #pragma unroll
     for (int j = 0; j < n_quads; j++) {
@@ -1164,7 +1181,7 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight
         else x[j] = a;
     }
     if (o.norm[PRE] || o.norm[PRE + 1] || (READERS > 2 && o.norm[PRE + 2]))
-        block_rms<1>(&sum, o.by, in.eps, turn, &pre_scale);
+        block_rms<1>(&sum, o.by, in.eps, phase, &pre_scale);
 #pragma unroll 1
     for (int k = 0; k < o.n; k++) {
         const bool normed = o.norm[PRE + k];
@@ -1181,7 +1198,8 @@ __device__ static inline void prepare_row(const RowInputs &o, size_t row, Weight
     }
 }
 
-// Four values of a group that lies in 8 lanes, as int8 in a word; all lanes get its scale.
+// Quantises a group that 8 lanes hold, four values each: returns the lane's four as int8 in a word; all lanes get the
+// scale.
 __device__ static inline unsigned quantise4(float4 v, float *s) {
     auto size = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
     unsigned top = max(max(size(v.x), size(v.y)), max(size(v.z), size(v.w)));
@@ -1195,21 +1213,21 @@ __device__ static inline unsigned quantise4(float4 v, float *s) {
 
 typedef struct { Prepared of[MAX_READERS]; } Prepareds;
 
-// prepare: In of gemma4.h, up to three of them with the same x'; d, x' and y as defined there.
+// prepare: In of gemma4.h, up to three inputs with the same x'; d, x' and y as defined there.
 //   shapes    as In; cols <= 49152
-//   launch    grid n_rows, block 512, dynamic shared memory 4 * cols: QUADS = 0 once, else for each norm weight
-//   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the forms wanted
-//   numerics  f32, sums over 512 threads, then halves, then 16 warps
+//   launch    grid n_rows, block 512, dynamic shared memory 4 * cols: once if QUADS = 0, else for each norm weight
+//   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the requested forms
+//   numerics  f32; sums over 512 threads, then over the lanes of a warp, then over 16 warps
 //   see       prepare_row() in gemma4.c [13]; tests/test_ops.c "close" and every product
 template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS, 2)
 prepare_kernel(const __grid_constant__ RowInputs o, const __grid_constant__ Prepareds outs) {
-    touch_parameter(&o, sizeof o);
-    touch_parameter(&outs, sizeof outs);
-    float *const room = (float *)shared_bytes;         // of norm weights; QUADS = 0: of the row
+    prefetch_parameter(&o, sizeof o);
+    prefetch_parameter(&outs, sizeof outs);
+    float *const room = (float *)shared_bytes;         // norm weights; QUADS = 0: the row
     const float *w[NORM_WEIGHTS];
-    int turn = 0, used = 0;
+    int phase = 0, used = 0;
 #pragma unroll
-    for (int k = 0; QUADS && k < NORM_WEIGHTS; k++) {  // a thread copies what it uses itself
+    for (int k = 0; QUADS && k < NORM_WEIGHTS; k++) {  // a thread copies only what it uses itself
         w[k] = room + used;
         if (!o.norm[k]) continue;
 #pragma unroll 1
@@ -1217,14 +1235,15 @@ prepare_kernel(const __grid_constant__ RowInputs o, const __grid_constant__ Prep
         used += o.cols;
     }
     copy_commit();
-    take_turn();
+    wait_for_previous_kernel();
     auto weight = [&](int k, int j) {
         const int i = 4 * (threadIdx.x + ROW_THREADS * j);
         if (!QUADS) return load4(o.norm[k], i, o.cols, o.quads);
         return i < o.cols ? *(const float4 *)(w[k] + i) : make_float4(0, 0, 0, 0);
     };
     const size_t at = (size_t)blockIdx.x * o.cols;
-    prepare_row<QUADS, MAX_READERS>(o, blockIdx.x, weight, room, true, &turn, [] { copied<0>(); }, [&](int k) {
+    prepare_row<QUADS, MAX_READERS>(o, blockIdx.x, weight, room, true, &phase, [] { wait_for_copies<0>(); },
+                                    [&](int k) {
         return [&o, at, out = outs.of[k]](int i, float4 y) {
             if (out.f) store4(out.f + at, i, o.cols, o.quads, y);
             if (out.h && o.quads) {
@@ -1246,7 +1265,7 @@ prepare_kernel(const __grid_constant__ RowInputs o, const __grid_constant__ Prep
     });
 }
 
-// in (n): inputs with the same x', of which the first says how to make it.
+// in (n): inputs with the same x'; the first one says how to make it.
 static RowInputs row_inputs(const In *const *in, int n, int cols) {
     RowInputs o = { *in[0], { in[0]->w_delta[0], in[0]->w_delta[1], in[0]->w_post }, n, cols, 1.0f / cols, 0 };
     for (int k = 0; k < n; k++) o.norm[PRE + k] = in[k]->w_pre;
@@ -1257,12 +1276,12 @@ static RowInputs row_inputs(const In *const *in, int n, int cols) {
     return o;
 }
 
-// in, out (n). Of long rows that are only to be rounded, a part is as good as a row.
+// in, out (n). Long rows that are only rounded, not normed, are cut into parts: each part is handled like a row.
 static void launch_prepare(const In *const *in, const Prepared *out, int n, int n_rows, int cols) {
     int parts = div_up(cols, ROW_COLS);
     while (parts < cols / 32 && cols % (32 * parts)) parts++;
-    const bool by_parts = n == 1 && !in[0]->delta[0] && !in[0]->delta[1] && !in[0]->w_pre && cols % (32 * parts) == 0;
-    if (by_parts) n_rows *= parts, cols /= parts;
+    const bool by_n = n == 1 && !in[0]->delta[0] && !in[0]->delta[1] && !in[0]->w_pre && cols % (32 * parts) == 0;
+    if (by_n) n_rows *= parts, cols /= parts;
     RowInputs o = row_inputs(in, n, cols);
     Prepareds outs = { };
     int n_weights = 0;
@@ -1282,17 +1301,17 @@ static void launch_prepare(const In *const *in, const Prepared *out, int n, int 
     CHECK_LAUNCH("prepare n_rows=%d cols=%d", n_rows, cols);
 }
 
-// One input.
+// The same for one input.
 static void launch_prepare(const In *in, Prepared out, int n_rows, int cols) {
     launch_prepare(&in, &out, 1, n_rows, cols);
 }
 
-// act_to_half: the form that prompts multiply, of what a producer left: f, or q * s.
+// act_to_half: converts an activation that an earlier operation left (f, or q * s) to f16 for prompts.
 //   shapes    n values, row after row; f, q and out at multiples of 16 bytes; by_fragment: as in Prepared
-//   launch    grid ceil(n / 2048), block 256: a thread takes eight values
+//   launch    grid ceil(n / 2048), block 256: a thread converts eight values
 //   traffic   reads 4 bytes or 1 1/8 a value, writes 2
 __global__ void act_to_half_kernel(Act a, __half *out, size_t n, bool by_fragment) {
-    take_turn();
+    wait_for_previous_kernel();
     const size_t i = 8 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i + 8 > n) {
         for (size_t k = i; k < n; k++) out[k] = prompt_half(a.f ? a.f[k] : a.q[k] * a.s[k / 32]);
@@ -1317,14 +1336,13 @@ __global__ void act_to_half_kernel(Act a, __half *out, size_t n, bool by_fragmen
     to[0] = make_uint2(all.x, all.z), to[2] = make_uint2(all.y, all.w);
 }
 
-// Rows that the products of 1 to 64 rows are given at most: those of experts have the whole step. In the third scratch,
-// which is theirs alone, they have STEP_ROWS.
+// The most rows that the products of 1 to 64 rows get: experts get all rows of the step. The third scratch belongs to
+// the experts alone and has STEP_ROWS rows.
 static int prepared_rows(const Limits *lim) {
     return lim->max_experts ? lim->max_rows : min_int(lim->max_rows, STEP_ROWS);
 }
 
-// The int8 and f32 forms of an input for the 1..64-row products: what a producer left, or prepared in scratch number
-// `number`.
+// The int8 and f32 forms of an input for the 1..64-row products, in scratch number `number`.
 static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
     const size_t rows = prepared_rows(&cuda.lim), all = rows * cuda.lim.max_cols;
     return (Prepared){ f ? cuda.y + number * all : NULL, q ? cuda.yq + number * all : NULL,
@@ -1337,7 +1355,7 @@ static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
 //   traffic   reads one row of the table per row
 //   see       cpu_embed
 __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out) {
-    take_turn();
+    wait_for_previous_kernel();
     const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32;
     if (first >= cols) return;
     int token = b.rows[blockIdx.x].token;
@@ -1354,13 +1372,13 @@ static void cuda_embed(const Embed *o) {
     CHECK_LAUNCH("embed n_rows=%d cols=%d", o->batch->n_rows, t->cols);
 }
 
-// pair: the embedding of a token, and beside it a row of hidden, as Act.
+// pair: the embedding of a token followed by a row of hidden, as Act.
 //   shapes    as Pair; cols a multiple of 32
 //   launch    grid (n_rows, ceil(2 * cols / 32 / 64)), block 64: a thread takes a group
 //   traffic   reads one row of the table and one of hidden per row
 //   see       cpu_pair
 __global__ void pair_kernel(Pair o, Planes table, DType type, int vocab, int cols) {
-    take_turn();
+    wait_for_previous_kernel();
     const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32, from = o.of ? o.of[blockIdx.x] : blockIdx.x;
     if (first >= 2 * cols) return;
     float v[32];
@@ -1402,12 +1420,12 @@ static void cuda_pair(const Pair *o) {
 __global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, const float *w_norm, float *u,
                                 int n_layers, int dim, float proj_scale, float table_scale, float out_scale,
                                 float eps) {
-    take_turn();
+    wait_for_previous_kernel();
     float *embedding = (float *)shared_bytes;
     int token = b.rows[blockIdx.x].token;
     if (token < 0 || token >= vocab) token = 0;
     float *row = u + ((size_t)blockIdx.x * n_layers + blockIdx.y) * dim;
-    const size_t at = ((size_t)token * n_layers + blockIdx.y) * dim;       // first value: its group may begin before it
+    const size_t at = ((size_t)token * n_layers + blockIdx.y) * dim;       // first value; its group may begin before it
     float ss = 0;
     for (int i = threadIdx.x; i < dim; i += blockDim.x) ss += row[i] * proj_scale * (row[i] * proj_scale);
     for (size_t g = at / 32 + threadIdx.x; g * 32 < at + dim; g += blockDim.x) {
@@ -1417,7 +1435,7 @@ __global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, co
         for (int i = 0; i < 32; i++)
             if (g * 32 + i >= at && g * 32 + i < at + dim) embedding[g * 32 + i - at] = v[i];
     }
-    const float scale = rsqrtf(block_sum(ss) / dim + eps);                 // a barrier: embedding is whole behind it
+    const float scale = rsqrtf(block_sum(ss) / dim + eps);                 // the barrier also completes `embedding`
     for (int i = threadIdx.x; i < dim; i += blockDim.x)
         row[i] = (w_norm[i] * (row[i] * proj_scale * scale) + embedding[i] * table_scale) * out_scale;
 }
@@ -1437,7 +1455,7 @@ static void cuda_close(const Close *o) {
 //   see       cpu_gather_rows
 __global__ void gather_rows_kernel(const uint32_t *src, const int32_t *index, uint32_t *dst, int cols, int src_stride,
                                    int dst_stride) {
-    take_turn();
+    wait_for_previous_kernel();
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= cols) return;
     const size_t from = index ? index[blockIdx.x] : blockIdx.x;
@@ -1450,33 +1468,33 @@ static void cuda_gather_rows(const GatherRows *o) {
 }
 
 // ==== [5] Products of 1 to 64 rows ===================================================================================
-// product_kernel carries out a list of jobs: matrices of different types and shapes that may run beside each other. A
-// warp takes four output features at a time, 8 lanes each, lane l of them the groups l, l + 8, ... of its row, so
-// neighbours read neighbouring 16 bytes. Of floats it takes one feature. A few groups per lane are under way
-// before the first is used and stay so up to the end of the row. One row times few features, or floats, has kernels of
-// its own (gemv), three rows and more have tile_kernel.
+// product_kernel runs a list of jobs: matrices of different types and shapes in one launch. A warp computes four
+// features at a time, 8 lanes each. Lane l of the 8 reads groups l, l + 8, ... of its row, so neighbouring lanes read
+// neighbouring 16 bytes. Of a float matrix a warp computes one feature. Each lane prefetches a few groups. One row
+// times few features, or times floats, has kernels of its own (gemv_kernel); three and more rows have tile_kernel.
 //
-// Order of a sum, here and wherever quantised matrices meet 1 to 64 rows: slice l = groups l, l + 8, ... ascending,
+// Order of a sum, wherever quantised matrices meet 1 to 64 rows: slice l = groups l, l + 8, ... ascending,
 //     sum_l = fma(scale of the activations, group_term, sum_l)
 //     result = ((sum_0 + sum_4) + (sum_2 + sum_6)) + ((sum_1 + sum_5) + (sum_3 + sum_7))
-// Matrices of floats: the same with chunks of 16 bytes for groups and 32 lanes, added in halves, and four sums a lane
-// (value i of a chunk goes to sum i % 4) that are added as (0 + 1) + (2 + 3) before the lanes are.
+// Float matrices: the same with chunks of 16 bytes instead of groups and 32 lanes instead of 8. A lane has four sums
+// (value i of a chunk goes to sum i % 4), added as (0 + 1) + (2 + 3); then the lanes are added, l to l + 16, 8, 4, 2,
+// 1.
 //
-// One block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the
-// launch before it and while it makes the input, the first weights of every warp come into L2 (fetch_item), and while
-// it multiplies a tile of a launch that reads little, those of the next. No others do: L2 would carry them twice, and
-// with the output matrix that took it to its limit. What a launch takes beyond bytes / bandwidth is the chain of
-// instructions of one warp, five to ten cycles each: few instructions that lie behind each other in the order of their
-// use, and no calls, count for more here than bytes under way.
+// A block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the
+// previous kernel and while it makes the input, the first weights of every warp are prefetched into L2 (prefetch_item).
+// If the launch reads little, the weights of the next item are prefetched as well. Prefetching more is slower: L2 would
+// carry the bytes twice, and the output matrix reached its limit. What a launch takes beyond bytes / bandwidth is the
+// chain of dependent instructions of one warp, five to ten cycles each. So short code, laid out in the order of its use
+// and without calls, matters more than bytes in flight.
 
 typedef enum {
     JOB_STORE,                // out = w y, soft-capped when cap > 0
-    JOB_GATED,                // out = fn(gate y) * (up y), as Act
-    JOB_INJECT,               // out = gelu(w y) * u, as Act
+    JOB_GATED,                // out = fn(gate y) * (up y), stored as Act
+    JOB_INJECT,               // out = gelu(w y) * u, stored as Act
     JOB_DOWN                  // out = sum over j of weights[j] * (w_e y_j): the experts of a row
 } JobKind;
 
-typedef struct {              // what becomes of the products with a matrix
+typedef struct {              // what is done with the product of a matrix
     JobKind  kind;
     int      rows;            // output features
     const float *factor, *up_factor;           // (n) Tensor.scale
@@ -1491,55 +1509,59 @@ typedef struct {              // what becomes of the products with a matrix
 struct Job : Result {
     DType    type, up_type;
     Planes   w, up;
-    size_t   up_first;        // JOB_GATED: first row of `up` within its expert (fused tensors: expert_dim, up = w)
+    size_t   up_first; // JOB_GATED: first row of `up` within its expert (matrix with gate and up: expert_dim, up = w)
     size_t   rows_e;          // rows of one expert of w
     int      cols;            // input width
     int      n_rows;          // rows of the input; JOB_GATED with ids: n_rows * n_used outputs
-    int      source;          // which of the launch's inputs it reads
-    Prepared in;              // that input in global memory; without pointers where each block prepares it for itself
+    int      source;          // number of the launch's input that it reads
+    Prepared in;              // that input in global memory; no pointers: each block makes it
     const int32_t *ids;       // experts; NULL: a single matrix
     int      n_experts;       // matrices stacked in w
     const float *weights;     // JOB_DOWN
     int      n_used;
-    bool     is_tiled;        // its items are tiles, which a block takes; else units, a warp each
-    int      tile;            // features of an item: 32 (GATED, INJECT), 8 (DOWN), 4, or 1: floats
-    int      blocks_x, n_items;                // of a row or pair, in all of a chunk of rows
+    bool     by_blocks;       // its work items are computed by a whole block; else by one warp each
+    int      item_features;   // features of a work item: 32 (GATED, INJECT), 8 (DOWN), 4, or 1: floats
+    int      row_items, n_items;               // work items of a row or pair; of a chunk of rows
     int      row_bytes[2][4]; // of each plane of w and up
-    int      ahead[2][4];     // of those, how many are asked for before the row is begun; of experts none
-    const uint8_t *ahead_from[2][4];           // row 0 of each plane
+    int      prefetch_bytes[2][4];             // how many of these are prefetched; 0 for experts
+    const uint8_t *prefetch_from[2][4];        // row 0 of each plane
     int      quads;           // floats: rows lie at multiples of 16 bytes
 };
 
-enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, UNIT = 4,
-       TILE = 32, TILE_UNITS = TILE / UNIT, DOWN_TILE = 2 * UNIT,
-       MANY_ROWS = 3,         // from here on inputs are prepared in global memory
-       FEW_ROWS = 3,        // rows that a block works on at once
-       // Of a row so many octets come into L2 before its launch begins to multiply: 9 KB of Q4_K for a block and an octet.
-       // Cards whose launches begin early have 390 KB of L2 or more for an SM.
-       AHEAD_OCTETS = 24,
-       AHEAD_BYTES = 32 << 20,                 // of later tiles only where a launch reads no more, nor 2/3 of L2
-       OCTET_BYTES = 384 };      // bytes of 8 groups of an int8 row in shared memory
+enum { MAX_JOBS = 6, MAX_INPUTS = 2, PRODUCT_WARPS = ROW_THREADS / 32, WARP_FEATURES = 4,
+       BLOCK_FEATURES = 32, MATRIX_WARPS = BLOCK_FEATURES / WARP_FEATURES, DOWN_FEATURES = 2 * WARP_FEATURES,
+       MANY_ROWS = 3,         // from this number of rows on, inputs are prepared in global memory
+       FEW_ROWS = 3,          // rows that a block computes at once
+       // Octets of a row prefetched into L2 before its launch multiplies: an octet is 9 KB of Q4_K for each block.
+       // Cards with PDL have 390 KB of L2 or more for each SM.
+       PREFETCH_OCTETS = 24,
+       PREFETCH_BYTES = 32 << 20,      // later items are prefetched if the launch reads no more than this and 2/3 of L2
+       OCTET_BYTES = 384 };   // bytes of 8 groups of an int8 row in shared memory
 
-// Tiles whose sums wait for each other, so that warps need not: as many as there are warps to finish them, one for each
-// row.
-HOST_DEVICE static constexpr int waiting_of(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
+// Block items whose sums are kept until all warps meet to finish them, so that barriers are rare: as many as there are
+// warps to finish them, one warp for each row.
+HOST_DEVICE static constexpr int waiting_items(int rows) { return rows == 1 ? 8 : PRODUCT_WARPS / rows; }
 
-// An input as a block holds it in shared memory. f32: rows of f_row bytes, padded with zeros. int8: for 8 groups at a
-// time the first halves (8 x 16 bytes), the second halves, and for each group { scale, sum of its integers, of its
-// halves }. So the 8 lanes of a feature read 128 consecutive bytes each time, at fixed distances from one pointer.
+// An input in the shared memory of a block. f32: rows of f_row bytes, padded with zeros. int8: for every octet
+//
+//     byte 0     first halves of groups 0..7, 16 bytes each
+//     byte 128   second halves of groups 0..7
+//     byte 256   { scale, sum of all integers, of the first half, of the second half } of groups 0..7, 16 bytes each
+//
+// So the 8 lanes of a feature read 128 consecutive bytes each time, at fixed distances from one pointer.
 typedef struct {
-    Prepared from;            // in global memory, (n_rows * rows_each, cols); without pointers: made by the block
-    int cols, rows_each;      // rows per row of the step: 1; JOB_DOWN: n_used
-    int f_at, f_row, q_at, q_row;              // offsets and bytes of a row; a row of 0 bytes: that form is not wanted
-    Divisor by_chunks;        // 16 bytes of an int8 row
+    Prepared from;            // in global memory, (n_rows * rows_each, cols); no pointers: the block makes it
+    int cols, rows_each;      // input rows for each row of the step: 1; JOB_DOWN: n_used
+    int f_at, f_row, q_at, q_row;              // offsets and bytes of a row; 0 bytes: this form is not needed
+    Divisor by_chunks;        // chunks of an int8 row
 } Input;
 
-typedef struct {              // JOB_STORE number `job` is a router: who finishes its last unit chooses the experts
+typedef struct { // JOB_STORE number `job` is a router: the warp that finishes its last item chooses the experts
     int   job, n, n_used;     // n = 0: none
     const float *expert_scale;
     int32_t *ids;
     float *weights;
-    int   *done;              // units so far of each chunk of rows; 0 between launches
+    int   *done;              // finished items of each chunk of rows; 0 between launches
 } Choice;
 
 typedef struct {
@@ -1548,15 +1570,15 @@ typedef struct {
     int n_rows;
     Input input[MAX_INPUTS];
     int n_inputs;
-    RowInputs made;           // the first made.n inputs, where blocks make them; n = 0: none
+    RowInputs made;           // the first made.n inputs, which every block makes; n = 0: none
     Choice choice;
-    int n_tiles, n_units;     // of a chunk of rows
+    int n_block_items, n_warp_items;           // of a chunk of rows
     const int32_t *ids;       // experts of the pairs (row, choice) and, JOB_DOWN, their weights; NULL: none
     const float *pair_weights;
     int n_used;
-    int more;                 // blocks that get a tile more than the others, and no units
-    int fetch_all;            // weights of every tile come into L2 while the one before it is multiplied
-    int pairs_at, keys_at, results_at, n_results;  // offsets in shared memory; floats that a warp keeps
+    int longer_blocks;        // blocks with one block item more than the others, and no warp items
+    int prefetch_all;            // prefetch the weights of each item during the one before it
+    int pairs_at, keys_at, results_at, n_results;  // offsets in shared memory; floats of results of a warp
 } Jobs;
 
 // ---- inputs ----
@@ -1569,8 +1591,8 @@ __device__ static inline int sum_of_bytes(uint4 v) {
     return __dp4a(ones, (int)v.x, __dp4a(ones, (int)v.y, __dp4a(ones, (int)v.z, __dp4a(ones, (int)v.w, 0))));
 }
 
-// Chunk c of an int8 row that lies at `row` in shared memory, and the scale of its group; by all threads of a warp, for
-// two lanes c and c + 1 of each group. there: it is one of the row.
+// Writes chunk c of an int8 row to its place in `row` (shared memory), with the scale and the sums of its group. Called
+// by whole warps; lanes c and c + 1 hold the two chunks of a group. there: the chunk exists.
 __device__ static inline void put_chunk(char *row, int c, uint4 v, float scale, bool there) {
     char *group = row + c / 16 * OCTET_BYTES + c / 2 % 8 * 16;
     const int sum = sum_of_bytes(v), other = __shfl_xor_sync(~0u, sum, 1);
@@ -1579,7 +1601,7 @@ __device__ static inline void put_chunk(char *row, int c, uint4 v, float scale, 
     if (c % 2 == 0) put_meta(group, scale, sum, other);
 }
 
-// Rows first .. first + n_rows - 1 of what a producer left. Four loads per thread are under way at a time.
+// Copies rows first .. first + n_rows - 1 of an input from global memory. A thread has four loads in flight.
 __device__ static inline void copy_input(const Input &o, unsigned first, int n_rows) {
     if (o.q_row) {
         constexpr int COPIES = 4;
@@ -1615,7 +1637,7 @@ __device__ static inline void copy_input(const Input &o, unsigned first, int n_r
     }
 }
 
-// Four values of row r of an input, from number i on; by all threads of a warp.
+// Writes four values of row r of an input, from value i on; called by whole warps.
 __device__ static inline void put_values(const Input &o, int r, unsigned i, float4 y) {
     if (4 * (int)i < o.f_row) *(float4 *)(shared_bytes + o.f_at + r * o.f_row + 4 * i) = y;
     if (!o.q_row) return;
@@ -1631,14 +1653,14 @@ __device__ static inline void put_values(const Input &o, int r, unsigned i, floa
     if (i % 32 == 0) put_meta(group, s, sum, other);
 }
 
-// Rows first_row .. first_row + n - 1 of the step, in all inputs that lie in global memory. The launch's jobs lie at
-// the start of shared memory.
+// Copies rows first_row .. first_row + n - 1 of the step, of all inputs in global memory. The launch's jobs lie at the
+// start of shared memory.
 __device__ static inline void copy_inputs(int first_row, int n) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     for (int k = jobs.made.n; k < jobs.n_inputs; k++)
         copy_input(jobs.input[k], first_row * jobs.input[k].rows_each, n * jobs.input[k].rows_each);
 }
-// This thread's share of all norm weights, as prepare_row wants them.
+// Loads the norm weights that this thread uses in prepare_row.
 template <int QUADS> __device__ static inline void load_norm_weights(const RowInputs &o, float4 (*w)[QUADS]) {
     const int cols = o.cols;
 #pragma unroll
@@ -1652,10 +1674,10 @@ template <int QUADS> __device__ static inline void load_norm_weights(const RowIn
     }
 }
 
-// ---- what a warp does, in turn ----
+// ---- the loop of a warp ----
 
-// A quantised row belongs to 8 lanes, each of which reads a group at a time; one of floats to 32, each of which reads
-// 16 bytes. Chunk c of a row of floats; values behind its end are 0.
+// A quantised row is read by 8 lanes, a group each; a float row by 32 lanes, 16 bytes each. Returns chunk c of a float
+// row; values after its end are 0.
 template <DType T> __device__ static inline uint4 fetch_chunk(const uint8_t *row, int c, int cols, int quads) {
     constexpr int n = Type<T>::chunk;
     if (quads) return load_once((const uint4 *)row + c);
@@ -1676,8 +1698,8 @@ template <DType T> __device__ static inline float chunk_value(const uint4 &v, in
     return half_in(w >> 16 * (i % 2));
 }
 
-// The sum of a row of floats times an input, by a warp: four sums a lane, value i of a chunk goes to sum i % 4. y: the
-// input's values that belong to a chunk.
+// A float row times an input, by a warp: four sums in each lane, value i of a chunk goes to sum i % 4. y: the input's
+// values that match the chunk.
 struct FloatSum { float part[4]; };
 template <DType T> __device__ static inline void add_chunk(FloatSum *sum, const uint4 &w, const float4 *y) {
 #pragma unroll
@@ -1693,16 +1715,16 @@ __device__ static inline float total(const FloatSum &sum) {
     return warp_sum((sum.part[0] + sum.part[1]) + (sum.part[2] + sum.part[3]));
 }
 
-// ---- what becomes of a product ----
+// ---- results of a product ----
 
-// One feature of a row: out.
+// Stores one feature of a row.
 __device__ static inline void store_product(const Result &o, size_t row, int feature, float v) {
     if (o.factor) v *= *o.factor;
     if (o.cap > 0) v = o.cap * tanhf(v / o.cap);
     o.out[row * o.rows + feature] = v;
 }
 
-// 32 features of a row from `first` on, by a warp, a lane each: fn(v) * other as Act. Both are scaled already.
+// Stores 32 features of a row from `first` on as Act, by a warp, one lane each: fn(v) * other. Both are scaled already.
 __device__ static inline void store_activated(const Result &o, size_t row, int first, float v, float other) {
     const int lane = threadIdx.x % 32;
     const bool inside = first + lane < o.rows;
@@ -1712,45 +1734,45 @@ __device__ static inline void store_activated(const Result &o, size_t row, int f
     if (o.act.q) quantise_group(v, o.act.q + at, o.act.s + at / 32);
 }
 
-// A tile or unit of a job: its first feature, and its pair (JOB_GATED with ids) or row (JOB_DOWN) within the chunk,
+// A work item: its job, its first feature, its pair (JOB_GATED with ids) or row (JOB_DOWN) within the chunk of rows,
 // else 0.
-typedef struct { int job, first, pair; } Item;
+typedef struct { int job, first, pair; } WorkItem;
 
-__device__ static inline Item item_at(const Jobs &jobs, bool tile, int i) {
+__device__ static inline WorkItem item_at(const Jobs &jobs, bool of_block, int i) {
     int k = 0, pair = 0;
-    while (jobs.job[k].is_tiled != tile || i >= jobs.job[k].n_items) {
-        if (jobs.job[k].is_tiled == tile) i -= jobs.job[k].n_items;
+    while (jobs.job[k].by_blocks != of_block || i >= jobs.job[k].n_items) {
+        if (jobs.job[k].by_blocks == of_block) i -= jobs.job[k].n_items;
         k++;
     }
-    for (; i >= jobs.job[k].blocks_x; pair++) i -= jobs.job[k].blocks_x;
-    return { k, i * jobs.job[k].tile, pair };
+    for (; i >= jobs.job[k].row_items; pair++) i -= jobs.job[k].row_items;
+    return { k, i * jobs.job[k].item_features, pair };
 }
 
-// Whether it belongs to a row behind the n of the last chunk.
-__device__ static inline bool behind(const Job &o, Item item, int n) {
+// Does the item belong to a row after the n rows of the last chunk?
+__device__ static inline bool past_rows(const Job &o, WorkItem item, int n) {
     return o.ids && item.pair >= (o.kind == JOB_DOWN ? n : n * o.n_used);
 }
 
-// Asks for the weights of this warp's part of a tile, or of a unit: for `ahead` bytes of each row of each plane. Rows
-// that are wanted whole lie behind each other, and are asked for at once. Those of experts are left to those who know
-// which ones.
-__device__ static inline void fetch_item(const Jobs &jobs, bool tile, int number) {
-    const Item item = item_at(jobs, tile, number);
+// Prefetches this warp's weights of an item: prefetch_bytes of each row of each plane. Rows that are prefetched whole
+// are contiguous and requested at once. Weights of experts are not known yet and not prefetched.
+__device__ static inline void prefetch_item(const Jobs &jobs, bool of_block, int number) {
+    const WorkItem item = item_at(jobs, of_block, number);
     const Job &o = jobs.job[item.job];
     const int warp = threadIdx.x / 32, row = threadIdx.x % 4, plane = threadIdx.x / 4 % 4;
-    const int up = tile ? warp / TILE_UNITS : 0;
-    const unsigned feature = item.first + (tile ? UNIT * (warp % TILE_UNITS) : 0) + row;
+    const int up = of_block ? warp / MATRIX_WARPS : 0;
+    const unsigned feature = item.first + (of_block ? WARP_FEATURES * (warp % MATRIX_WARPS) : 0) + row;
     const unsigned row_bytes = o.row_bytes[up][plane];
-    const int ahead = o.ahead[up][plane], rows = min(o.tile, UNIT), left = o.rows - (int)feature;
+    const int ahead = o.prefetch_bytes[up][plane], rows = min(o.item_features, WARP_FEATURES);
+    const int left = o.rows - (int)feature;
     const bool whole = ahead == (int)row_bytes;
     if (threadIdx.x % 32 >= 16 || !ahead || left <= 0 || row >= (whole ? 1 : rows)) return;
-    const size_t from = (size_t)o.ahead_from[up][plane] + (size_t)feature * row_bytes;
+    const size_t from = (size_t)o.prefetch_from[up][plane] + (size_t)feature * row_bytes;
     const unsigned bytes = whole ? min(left, rows) * row_bytes : ahead;
-    fetch_ahead((const void *)(from & ~(size_t)15), ((unsigned)from % 16 + bytes + 15) & ~15u);
+    prefetch_l2((const void *)(from & ~(size_t)15), ((unsigned)from % 16 + bytes + 15) & ~15u);
 }
 
-// Sums of one row of floats, 32 lanes, for n <= R rows of an input: that of input r goes to results[r * UNIT]. row: its
-// number in the planes. y_at: of the first row of the input.
+// One float row of weights times n <= R rows of an input, by a warp: results[r * WARP_FEATURES] for input row r. row:
+// its number in the planes; y_at: offset of the first row of the input.
 template <DType T, int R>
 __device__ static inline void multiply_floats_row(const Planes &w, unsigned row, int cols, int quads, int y_at,
                                                   int y_row, int n, float *results) {
@@ -1760,7 +1782,7 @@ __device__ static inline void multiply_floats_row(const Planes &w, unsigned row,
     const uint8_t *from = w.lo + (size_t)row * cols * (16 / chunk);
     uint4 held[depth];
     FloatSum sum[R] = { };
-    auto fetch = [&](int i, int round) {                // behind the end its last chunk again, not used
+    auto fetch = [&](int i, int round) {                // after the end the last chunk again; its value is not used
         held[i] = fetch_chunk<T>(from, min(lane + 32 * round, n_chunks - 1), cols, quads);
     };
 #pragma unroll
@@ -1782,11 +1804,12 @@ __device__ static inline void multiply_floats_row(const Planes &w, unsigned row,
     for (int r = 0; r < R; r++) {
         if (R > 1 && r >= n) break;
         const float v = total(sum[r]);
-        if (lane == 0) results[r * UNIT] = v;
+        if (lane == 0) results[r * WARP_FEATURES] = v;
     }
 }
 
-// A group of weights, unpacked with UPPER, times that of an input row in shared memory, before the input's scale.
+// A group of weights, unpacked with UPPER, times the same group of an input row in shared memory, without the input's
+// scale.
 template <DType T> __device__ static inline float input_term(const Group &x, const char *in, float *scale) {
     constexpr bool upper = Type<T>::nibbles;
     const uint4 q0 = *(const uint4 *)in, q1 = *(const uint4 *)(in + 128);
@@ -1802,8 +1825,8 @@ template <DType T> __device__ static inline float input_term(const Group &x, con
                              : group_term<T>(x.a, x.m, dot[0] + dot[1], 0, meta.y, 0);
 }
 
-// A lane's way along a row of weights, over n octets that begin at `at`; `left` groups from there to the row's end. A
-// few groups are under way for it from before the first is used up to the end.
+// A lane's position in a row of weights: n octets that begin at `at`; `left` groups from there to the end of the row. A
+// few groups are always prefetched into `held`.
 template <DType T> struct RowWalk {
     Planes at;
     int    n, left;
@@ -1814,13 +1837,13 @@ __device__ static inline RowWalk<T> begin_walk(const Planes &w, unsigned row, in
     const int l = threadIdx.x % 8;
     RowWalk<T> walk = { planes_from<T>(w, (size_t)row * n_groups + l + 8 * first), n, n_groups - 8 * first };
 #pragma unroll
-    for (int i = 0; i < Type<T>::depth; i++) {         // behind the end the last one again, not used
+    for (int i = 0; i < Type<T>::depth; i++) {         // after the end the last group again; it is not used
         const int on = 8 * min(i, max(n, 1) - 1);
         fetch_group<T>(walk.at, Type<T>::blocks ? on : min(on, walk.left - 1 - l), &walk.held[i]);
     }
     return walk;
 }
-// use(group, y + OCTET_BYTES * k, k) for this lane's group of octet k.
+// Calls use(group, y + OCTET_BYTES * k, k) for this lane's group of each octet k.
 template <DType T, typename Use> __device__ static inline void each_group(RowWalk<T> &walk, const char *y, Use use) {
     constexpr int depth = Type<T>::depth;
     const int l = threadIdx.x % 8;
@@ -1842,15 +1865,15 @@ template <DType T, typename Use> __device__ static inline void each_group(RowWal
     }
 }
 
-// From the eight lanes of a feature; the first one gets its sum.
+// Adds up the sums of the eight lanes of a feature; the first lane gets the result.
 __device__ static inline float feature_sum(float v) {
     for (int h = 4; h > 0; h /= 2) v += __shfl_xor_sync(~0u, v, h);
     return v;
 }
 
-// Sums of 4 quantised rows of weights that follow each other, 8 lanes each, for n <= R rows of an input: that of input
-// r and feature f goes to results[r * UNIT + f]. row: the number in the planes of this lane's row. y_at: of the first
-// row of the input.
+// Four consecutive quantised rows of weights, 8 lanes each, times n <= R rows of an input: results[r * WARP_FEATURES +
+// f] for input row r and feature f. row: number of this lane's row in the planes; y_at: offset of the first row of the
+// input.
 template <DType T, int R>
 __device__ static inline void multiply_rows(const Planes &w, unsigned row, int cols, int y_at, int y_row, int n,
                                             float *results) {
@@ -1870,13 +1893,14 @@ __device__ static inline void multiply_rows(const Planes &w, unsigned row, int c
     for (int r = 0; r < R; r++) {
         if (R > 1 && r >= n) break;
         const float v = feature_sum(sum[r]);
-        if (lane % 8 == 0) results[r * UNIT + lane / 8] = v;
+        if (lane % 8 == 0) results[r * WARP_FEATURES + lane / 8] = v;
     }
 }
 
-// The same for the type of the matrix; of floats `count` rows one after the other. The types of nearly all files are
-// part of the kernel, compared in turn: code comes to an SM line by line, so a call costs more than it does, and so
-// does a switch, whose table lies in the constant bank (docs/decode.md). afresh() keeps the compiler from making one.
+// The same for any type; float matrices `count` rows one after the other. The usual types are compiled into the kernel
+// and compared one after the other. Instructions come to an SM line by line, so a call costs more than the comparisons,
+// and so does a switch, whose table lies in the constant bank (docs/decode.md). opaque() keeps the compiler from making
+// one.
 template <int R>
 __device__ __noinline__ static void multiply_other(DType type, const Planes *w, unsigned row, int count, int cols,
                                                    int quads, int y_at, int y_row, int n, float *results) {
@@ -1896,21 +1920,21 @@ __device__ __noinline__ static void multiply_other(DType type, const Planes *w, 
 template <int R>
 __device__ static inline void multiply(DType type, const Planes *w, unsigned row, int count, int cols, int quads,
                                        int y_at, int y_row, int n, float *results) {
-#define CASE(T, ...) if (afresh(type) == T) multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); else
+#define CASE(T, ...) if (opaque(type) == T) multiply_rows<T, R>(*w, row, cols, y_at, y_row, n, results); else
     USUAL_TYPES(CASE)
 #undef CASE
     multiply_other<R>(type, w, row, count, cols, quads, y_at, y_row, n, results);
 }
 
-// The n_used largest of a row of router logits, the lower expert first on ties, with their softmax weights; by a warp,
-// n_used <= 32. keys: room for n words.
+// Chooses the n_used largest router logits of a row, the lower expert first on ties, with their softmax weights; by a
+// warp, n_used <= 32. keys: shared memory for n words.
 //   see       cpu_route
 __device__ static inline void choose_experts(const Choice &o, const float *logits, size_t row, unsigned *keys) {
     const int lane = threadIdx.x % 32;
     const float nan = __uint_as_float(0x7fc00000u);
     for (int i = lane; i < o.n; i += 32) {
         const float z = __ldcg(logits + row * o.n + i);                // written by other blocks
-        keys[i] = z != z ? 0 : order_of(z);
+        keys[i] = z != z ? 0 : ordered_bits(z);
     }
     float largest = 0, sum = 0, weight = 0;
     int id = 0;
@@ -1921,29 +1945,29 @@ __device__ static inline void choose_experts(const Choice &o, const float *logit
             if (keys[i] > best) best = keys[i], at = i;
         const unsigned top = __reduce_max_sync(~0u, best);
         at = (int)__reduce_min_sync(~0u, (unsigned)(best == top ? at : INT_MAX));
-        if (!top) at = 0;                              // nothing but NaN is left: any expert, with a NaN for its weight
-        const float z = top ? of_order(top) : nan;
+        if (!top) at = 0;                              // only NaN is left: any expert, with weight NaN
+        const float z = top ? from_ordered_bits(top) : nan;
         if (j == 0) largest = z;
         const float w = expf(z - largest);
         sum += w;
         if (lane == j) weight = w, id = at;
-        if (lane == at % 32) keys[at] = 0;             // taken; a lane looks at its own keys only
+        if (lane == at % 32) keys[at] = 0;             // taken; a lane reads only its own keys
     }
     if (lane >= o.n_used) return;
     o.ids[row * o.n_used + lane] = id;
     o.weights[row * o.n_used + lane] = weight / sum * (o.expert_scale ? o.expert_scale[id] : 1);
 }
 
-// The results of row r of n in a tile, by a warp: act(gate) * up, or gelu(sum) * u, as Act, 32 features. Or the
-// weighted sum of a row's experts. All warps of the block meet in it or beside it, when the sums are whole: what can be
-// known before is worked out before, as most warps come there early.
+// Finishes row r of n of a block item, by a warp: act(gate) * up, or gelu(sum) * u, as Act, 32 features; or the
+// weighted sum of a row's experts. Contains the barrier after which all sums of the block are complete. Most warps
+// arrive early, so everything that does not depend on the sums is computed before it.
 template <int R>
-__device__ static inline void finish_tile(Item item, int first_row, int r, int n, const float *results) {
+__device__ static inline void finish_block_item(WorkItem item, int first_row, int r, int n, const float *results) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const Job &o = jobs.job[item.job];
     const int lane = threadIdx.x % 32, *ids = (const int *)(shared_bytes + jobs.pairs_at);
     const bool pairs = o.kind == JOB_GATED && o.ids, inside = item.first + lane < o.rows;
-    if (r >= n || (r && o.ids) || behind(o, item, n)) {
+    if (r >= n || (r && o.ids) || past_rows(o, item, n)) {
         sync_first<ROW_THREADS>();
         return;
     }
@@ -1951,18 +1975,18 @@ __device__ static inline void finish_tile(Item item, int first_row, int r, int n
         ids += item.pair * o.n_used;
         const float *weights = (const float *)ids + R * jobs.n_used, *factor = o.factor;
         sync_first<ROW_THREADS>();
-        if (lane >= DOWN_TILE || !inside) return;
+        if (lane >= DOWN_FEATURES || !inside) return;
         float v = 0;
         for (int j = 0; j < o.n_used; j++) {
-            const float sum = results[j * DOWN_TILE + lane];
+            const float sum = results[j * DOWN_FEATURES + lane];
             v = __fmaf_rn(weights[j], factor ? factor[ids[j]] * sum : sum, v);
         }
         o.out[(size_t)(first_row + item.pair) * o.rows + item.first + lane] = v;
         return;
     }
     const bool gated = o.kind == JOB_GATED;
-    const float *sum = results + lane / UNIT * jobs.n_results + r * UNIT + lane % UNIT;
-    const float *up = sum + (gated ? TILE_UNITS * jobs.n_results : 0);
+    const float *sum = results + lane / WARP_FEATURES * jobs.n_results + r * WARP_FEATURES + lane % WARP_FEATURES;
+    const float *up = sum + (gated ? MATRIX_WARPS * jobs.n_results : 0);
     const int e = pairs ? ids[item.pair] : 0;
     const size_t row = pairs ? (size_t)first_row * o.n_used + item.pair : first_row + r;
     const float factor = o.factor ? o.factor[e] : 1, up_factor = gated && o.up_factor ? o.up_factor[e] : 1;
@@ -1971,23 +1995,24 @@ __device__ static inline void finish_tile(Item item, int first_row, int r, int n
     store_activated(o, row, item.first, factor * *sum, gated ? up_factor * *up : u);
 }
 
-// The results of n rows in a unit, by the warp whose sums they are.
-__device__ static inline void finish_unit(const Job &o, Item item, int first_row, int n, const float *results) {
-    const int lane = threadIdx.x % 32, r = lane / UNIT, feature = item.first + lane % UNIT;
-    if (r >= n || lane % UNIT >= o.tile || feature >= o.rows) return;
+// Stores n rows of a warp item, by the warp that has their sums.
+__device__ static inline void finish_warp_item(const Job &o, WorkItem item, int first_row, int n,
+                                               const float *results) {
+    const int lane = threadIdx.x % 32, r = lane / WARP_FEATURES, feature = item.first + lane % WARP_FEATURES;
+    if (r >= n || lane % WARP_FEATURES >= o.item_features || feature >= o.rows) return;
     store_product(o, first_row + r, feature, results[lane]);
 }
 
-// A unit of a router is done, logits of n rows from first_row on; the warp that did the last one chooses the experts.
-__device__ __noinline__ static void router_unit_done(int first_row, int n) {
+// Counts a finished item of a router, n rows from first_row on. The warp that counts the last one chooses the experts.
+__device__ __noinline__ static void router_item_done(int first_row, int n) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const Job &o = jobs.job[jobs.choice.job];
-    __threadfence();                   // logits before the count
+    __threadfence();                   // publish the logits, then count
     __syncwarp();
     int before = threadIdx.x % 32 == 0 ? atomicAdd(&jobs.choice.done[blockIdx.y], 1) : 0;
     before = __shfl_sync(~0u, before, 0);
-    if (before != o.blocks_x - 1) return;
-    __threadfence();                   // the count before logits
+    if (before != o.row_items - 1) return;
+    __threadfence();                   // count, then read the logits of others
     for (int k = 0; k < n; k++)
         choose_experts(jobs.choice, o.out, first_row + k, (unsigned *)(shared_bytes + jobs.keys_at));
     if (threadIdx.x % 32 == 0) jobs.choice.done[blockIdx.y] = 0;
@@ -1995,32 +2020,48 @@ __device__ __noinline__ static void router_unit_done(int first_row, int n) {
 
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
-//   launch    grid (a block per SM, or fewer: less work, SMs still busy; chunks of R rows), block 512, dynamic shared
-//             memory: jobs, inputs, sums. Tiles go to the blocks in turn: of JOB_GATED and JOB_INJECT 32 features, a
-//             warp 4 of them of one matrix; of JOB_DOWN 8 features, a warp 4 of them and every 8th expert. Then units
-//             of JOB_STORE, 4 features, or one of floats, by a warp for itself
+//   launch    grid (a block per SM, or fewer where the SMs stay busy; chunks of R rows), block 512, dynamic shared
+//             memory: jobs, inputs, sums
 //   traffic   weights once per chunk of rows; every block reads the rows of the input and the norm weights from L2
 //   numerics  integer dot products per group, exact; f32 sums in the order above
 //   see       cpu_matmul, cpu_gate_up, cpu_route, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
+//
+// A block first computes its block items (GATED and INJECT: 32 features; DOWN: 8 features, all experts of a row), then
+// each of its warps computes warp items (STORE: 4 features, or one of floats). Example with 2 blocks: gate and up with
+// 64 features are 2 block items, a router with 10 features is 3 warp items.
+//
+//              block item (barriers between warps)                  warp items (no barrier)
+//     block 0  features 0..31                                       warp 0: router 0..3    warp 1: router 8, 9
+//     block 1  features 32..63                                      warp 0: router 4..7
+//
+//     one block item            lanes 0..7   8..15   16..23  24..31
+//     warp 0   gate, feature         0         1       2       3        lane l reads groups l % 8, l % 8 + 8, ...
+//     warp 7   gate, feature        28        29      30      31
+//     warp 8   up,   feature         0         1       2       3
+//     warp 15  up,   feature        28        29      30      31
+//     barrier, then warp r stores row r: lane f has act(gate) * up of feature f
+//
+// In an item of DOWN, warp w sums features 4 (w % 2) .. + 3 of experts w / 2, w / 2 + 8, ... of the row.
 template <int R>
 __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_constant__ Jobs parameters) {
     const Jobs &jobs = *(const Jobs *)shared_bytes;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = blockIdx.y * R;
-    const uint2 *words = (const uint2 *)memory_of(&parameters);        // jobs: all at once
+    const uint2 *words = (const uint2 *)address_of_parameter(&parameters);     // of all jobs, loaded in parallel
     for (int i = threadIdx.x; i < (int)(sizeof(Jobs) / sizeof(uint2)); i += ROW_THREADS)
         ((uint2 *)shared_bytes)[i] = words[i];
     __syncthreads();
-    const int n = min(R, jobs.n_rows - first_row), n_blocks = gridDim.x - jobs.more;
-    const int first_unit = (int)blockIdx.x < jobs.more ? jobs.n_units : blockIdx.x - jobs.more + n_blocks * warp;
+    const int n = min(R, jobs.n_rows - first_row), n_blocks = gridDim.x - jobs.longer_blocks;
+    const int first_warp_item = (int)blockIdx.x < jobs.longer_blocks
+        ? jobs.n_warp_items : blockIdx.x - jobs.longer_blocks + n_blocks * warp;
     const bool makes = jobs.made.n;
-    auto fetch_first = [&] {
-        if ((int)blockIdx.x < jobs.n_tiles) fetch_item(jobs, true, blockIdx.x);
-        else if (first_unit < jobs.n_units) fetch_item(jobs, false, first_unit);
+    auto prefetch_first = [&] {
+        if ((int)blockIdx.x < jobs.n_block_items) prefetch_item(jobs, true, blockIdx.x);
+        else if (first_warp_item < jobs.n_warp_items) prefetch_item(jobs, false, first_warp_item);
     };
     float4 norm_weights[NORM_WEIGHTS][ROW_QUADS];
     if (makes) load_norm_weights(jobs.made, norm_weights);
-    else fetch_first();
-    take_turn();
+    else prefetch_first();
+    wait_for_previous_kernel();
     int *ids = (int *)(shared_bytes + jobs.pairs_at);
     for (int i = threadIdx.x; i < n * jobs.n_used; i += ROW_THREADS) {
         ids[i] = __ldcg(jobs.ids + (size_t)first_row * jobs.n_used + i);
@@ -2028,128 +2069,130 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_co
             ((float *)ids)[R * jobs.n_used + i] = jobs.pair_weights[(size_t)first_row * jobs.n_used + i];
     }
     copy_inputs(first_row, n);
-    if (makes) {                       // the last block has the least to do: x' too
-        int turn = 0;
+    if (makes) {                       // the last block has the least work, so it also stores x'
+        int phase = 0;
 #pragma unroll 1
         for (int r = 0; R == 1 ? r < 1 : r < n; r++)
             prepare_row<ROW_QUADS>(jobs.made, first_row + r, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
-                                   blockIdx.x == gridDim.x - 1, &turn, [&] { if (r == 0) fetch_first(); },
+                                   blockIdx.x == gridDim.x - 1, &phase, [&] { if (r == 0) prefetch_first(); },
                                    [&](int k) {
                                        return [r, o = jobs.input[k]](int i, float4 y) { put_values(o, r, i, y); }; });
     }
     __syncthreads();
 
-    // Tiles, then units, by one loop: the code that multiplies is there once.
-    __shared__ Item own_tile[PRODUCT_WARPS];           // which each warp finishes
+    // One loop for both kinds of items, so that the code that multiplies exists once.
+    __shared__ WorkItem own_item[PRODUCT_WARPS];       // the item that each warp will finish
     float *all_results = (float *)(shared_bytes + jobs.results_at);
-    int t = blockIdx.x, unit = first_unit, waiting = 0;
-    while (t < jobs.n_tiles || unit < jobs.n_units) {
-        const bool tile = t < jobs.n_tiles;
-        const Item item = item_at(jobs, tile, tile ? t : unit);
+    int t = blockIdx.x, warp_item = first_warp_item, waiting = 0;
+    while (t < jobs.n_block_items || warp_item < jobs.n_warp_items) {
+        const bool of_block = t < jobs.n_block_items;
+        const WorkItem item = item_at(jobs, of_block, of_block ? t : warp_item);
         const Job &o = jobs.job[item.job];
         float *results = all_results;
         bool more = false;
-        if (!tile) unit += n_blocks * PRODUCT_WARPS;
+        if (!of_block) warp_item += n_blocks * PRODUCT_WARPS;
         else {
-            if (lane == 0 && warp / R == waiting) own_tile[warp] = item;
+            if (lane == 0 && warp / R == waiting) own_item[warp] = item;
             results += waiting++ * PRODUCT_WARPS * jobs.n_results;
-            more = t + (int)gridDim.x < jobs.n_tiles;
-            if (more ? jobs.fetch_all : first_unit < jobs.n_units)
-                fetch_item(jobs, more, more ? t + gridDim.x : first_unit);
+            more = t + (int)gridDim.x < jobs.n_block_items;
+            if (more ? jobs.prefetch_all : first_warp_item < jobs.n_warp_items)
+                prefetch_item(jobs, more, more ? t + gridDim.x : first_warp_item);
             t += gridDim.x;
         }
-        const bool down = o.kind == JOB_DOWN, up = tile && !down && warp >= TILE_UNITS;
+        const bool down = o.kind == JOB_DOWN, up = of_block && !down && warp >= MATRIX_WARPS;
         if (!down) results += warp * jobs.n_results;
         const DType type = up ? o.up_type : o.type;
         const Input &in = jobs.input[o.source];
         const bool floats = is_float(type);
         const int y_row = floats ? in.f_row : in.q_row;
         int n_sums = down ? 2 * o.n_used : 1;
-        if (behind(o, item, n) || (up && o.kind != JOB_GATED)) n_sums = 0;
+        if (past_rows(o, item, n) || (up && o.kind != JOB_GATED)) n_sums = 0;
 #pragma unroll 1
         for (int i = down ? warp : 0; i < n_sums; i += PRODUCT_WARPS) {
             const int pair = down ? item.pair * o.n_used + i / 2 : item.pair;
-            const int first = item.first + UNIT * (tile ? (down ? i : warp) % (down ? 2 : TILE_UNITS) : 0);
+            const int quad = of_block ? (down ? i : warp) % (down ? 2 : MATRIX_WARPS) : 0;
+            const int first = item.first + WARP_FEATURES * quad;
             if (first >= o.rows) break;
             const int e = o.ids ? ids[pair] : 0;
             int y_first = R > 1 && o.ids ? pair / o.n_used : 0;
             if (down) y_first = pair;
             const unsigned row = (unsigned)(e * o.rows_e) + (up ? (unsigned)o.up_first : 0) +
                                  min(first + (floats ? 0 : lane / 8), o.rows - 1);
-            multiply<R>(type, up ? &o.up : &o.w, row, min(min(o.tile, UNIT), o.rows - first), o.cols, o.quads,
+            multiply<R>(type, up ? &o.up : &o.w, row, min(min(o.item_features, WARP_FEATURES), o.rows - first), o.cols,
+                        o.quads,
                         (floats ? in.f_at : in.q_at) + y_first * y_row, y_row, o.ids ? 1 : n,
-                        results + (down ? i / 2 * DOWN_TILE + i % 2 * UNIT : 0));
+                        results + (down ? i / 2 * DOWN_FEATURES + i % 2 * WARP_FEATURES : 0));
         }
-        __syncwarp();                  // own_tile and the sums are written
-        if (tile) {
-            if (waiting < waiting_of(R) && more) continue;
+        __syncwarp();                  // own_item and the sums are written
+        if (of_block) {
+            if (waiting < waiting_items(R) && more) continue;
             if (warp < waiting * R)
-                finish_tile<R>(own_tile[warp], first_row, warp % R, n,
+                finish_block_item<R>(own_item[warp], first_row, warp % R, n,
                                all_results + warp / R * PRODUCT_WARPS * jobs.n_results);
-            else sync_first<ROW_THREADS>();            // the sums of all that wait are whole
-            if (more || jobs.n_units) sync_first<ROW_THREADS>();           // and have been read
+            else sync_first<ROW_THREADS>();            // the sums of all kept items are complete
+            if (more || jobs.n_warp_items) sync_first<ROW_THREADS>();           // and have been read
             waiting = 0;
             continue;
         }
-        finish_unit(o, item, first_row, n, results);
+        finish_warp_item(o, item, first_row, n, results);
         __syncwarp();                  // the sums have been read
-        if (jobs.choice.n && item.job == jobs.choice.job) router_unit_done(first_row, n);
+        if (jobs.choice.n && item.job == jobs.choice.job) router_item_done(first_row, n);
     }
 }
 
 // ---- one row ----
-// Most launches of a token multiply one row with few features and are over within microseconds. Here a warp has one
-// share of one unit, known before its turn, and where the input is there already (Act) it holds its first weights in
-// registers by then: between the turn and the weights nothing is left to find out. Where there are fewer units than
-// warps, a share is some of the octets of a unit; its terms pass through shared memory and are added there in the order
-// of the octets, so the bits are those of product_kernel. A launch that does not need all SMs leaves the rest to the
-// next one, whose blocks come up there.
+// Most launches of a token multiply one row with few features and end within microseconds. Here a warp has one split of
+// one work item, known before the previous kernel ends. If the input is there already (Act), the warp loads its first
+// weights into registers before it waits: after the wait it can multiply at once. If there are fewer items than warps,
+// a split is some of the octets of an item. Its terms go to shared memory and are added in the order of the octets, so
+// the bits are those of product_kernel. A launch that does not need all SMs leaves the others to the blocks of the next
+// launch.
 
 enum { GEMV_JOBS = 3 };
 
 typedef struct {
     DType  type;
     Planes w;
-    int    n_units;           // of 4 features
-    unsigned row_bytes[4], octet_bytes[4];      // of each plane: those of a row, of an octet
+    int    n_warp_items;      // of 4 features
+    unsigned row_bytes[4], octet_bytes[4];     // bytes of a row and of an octet in each plane
     Result to;                // JOB_STORE or JOB_INJECT
 } GemvJob;
 
 typedef struct {
     GemvJob job[GEMV_JOBS];
-    int    n, n_groups, n_octets;               // jobs; of a row
-    int    units;             // of a block; JOB_INJECT: 8, a group of the result
-    int    shares, share;     // of a unit; octets of one
+    int    n, n_groups, n_octets;              // jobs; groups and octets of a row
+    int    block_items;       // warp items of a block; JOB_INJECT: 8, a group of the result
+    int    n_splits, split_octets;             // splits of an item; octets of a split
     Input  input;
     RowInputs made;           // MADE
     int    terms_at, sums_at; // offsets in shared memory
 } Gemv;
 
-// What a warp does: octets first .. first + n - 1 of a unit, the block's number `nth`; n = 0: nothing.
-typedef struct { int job, unit, nth, first, n; } GemvShare;
+// The work of a warp: octets first .. first + n - 1 of an item, number `nth` of the block; n = 0: nothing.
+typedef struct { int job, item, nth, first, n; } GemvSplit;
 
-// Share number `share` of the block's unit number `nth`.
-__device__ static inline GemvShare gemv_share(const Gemv &o, int nth, int share) {
-    GemvShare s = { 0, (int)blockIdx.x * o.units + nth, nth, share * o.share, 0 };
-    while (s.job < o.n && s.unit >= o.job[s.job].n_units) s.unit -= o.job[s.job++].n_units;
-    if (nth >= o.units || s.job == o.n) return { };
-    s.n = min(o.share, o.n_octets - s.first);
+// Split number `split` of the block's item number `nth`.
+__device__ static inline GemvSplit gemv_split(const Gemv &o, int nth, int split) {
+    GemvSplit s = { 0, (int)blockIdx.x * o.block_items + nth, nth, split * o.split_octets, 0 };
+    while (s.job < o.n && s.item >= o.job[s.job].n_warp_items) s.item -= o.job[s.job++].n_warp_items;
+    if (nth >= o.block_items || s.job == o.n) return { };
+    s.n = min(o.split_octets, o.n_octets - s.first);
     return s;
 }
 
-// Asks for the weights of a share from its octet `from` on.
-__device__ static inline void fetch_share(const Gemv &o, const GemvShare &s, int from) {
+// Prefetches the weights of a split from its octet `from` on.
+__device__ static inline void prefetch_split(const Gemv &o, const GemvSplit &s, int from) {
     const GemvJob &job = o.job[s.job];
-    const int plane = threadIdx.x / 4 % 4, feature = UNIT * s.unit + threadIdx.x % 4;
-    const int begin = s.first + from, end = s.first + min(s.n, AHEAD_OCTETS);
+    const int plane = threadIdx.x / 4 % 4, feature = WARP_FEATURES * s.item + threadIdx.x % 4;
+    const int begin = s.first + from, end = s.first + min(s.n, PREFETCH_OCTETS);
     const unsigned octet = job.octet_bytes[plane], row_bytes = job.row_bytes[plane];
     if (threadIdx.x % 32 >= 16 || begin >= end || feature >= job.to.rows || !octet) return;
     const size_t at = (size_t)(&job.w.lo)[plane] + (size_t)feature * row_bytes + begin * octet;
     const unsigned bytes = min((end - begin) * octet, row_bytes - begin * octet);
-    fetch_ahead((const void *)(at & ~(size_t)15), ((unsigned)at % 16 + bytes + 15) & ~15u);
+    prefetch_l2((const void *)(at & ~(size_t)15), ((unsigned)at % 16 + bytes + 15) & ~15u);
 }
 
-// The row of a launch whose input is there, as copy_input.
+// Copies the row of a launch whose input is in global memory, like copy_input.
 __device__ static inline void copy_row(const Gemv &o) {
     const int n = 2 * o.n_groups;
     for (int i = threadIdx.x; i / 32 * 32 < n; i += ROW_THREADS) {
@@ -2159,28 +2202,29 @@ __device__ static inline void copy_row(const Gemv &o) {
     }
 }
 
-// The sum of each feature of a unit, from its 8 lanes, and where it goes.
-__device__ static inline void finish_gemv(const Gemv &o, const GemvShare &s, float sum) {
+// Adds up each feature of an item from its 8 lanes and stores it.
+__device__ static inline void finish_gemv(const Gemv &o, const GemvSplit &s, float sum) {
     const Result &to = o.job[s.job].to;
-    const int lane = threadIdx.x % 32, feature = UNIT * s.unit + lane / 8;
+    const int lane = threadIdx.x % 32, feature = WARP_FEATURES * s.item + lane / 8;
     sum = feature_sum(sum);
     if (lane % 8 || feature >= to.rows) return;
     if (to.kind == JOB_STORE) store_product(to, 0, feature, sum);
-    else ((float *)(shared_bytes + o.sums_at))[UNIT * s.nth + lane / 8] = to.factor ? *to.factor * sum : sum;
+    else ((float *)(shared_bytes + o.sums_at))[WARP_FEATURES * s.nth + lane / 8] = to.factor ? *to.factor * sum : sum;
 }
 
-// A share, from its first weights to its sums or terms. Unless MADE, the input is read in here.
-template <DType T, bool MADE> __device__ static inline void multiply_share(const Gemv &o, const GemvShare &s) {
+// Computes a split: its sums, or its terms if the item has several splits. Unless MADE, the input is copied here.
+template <DType T, bool MADE> __device__ static inline void multiply_split(const Gemv &o, const GemvSplit &s) {
     const GemvJob &job = o.job[s.job];
     const int lane = threadIdx.x % 32;
-    const bool whole = o.shares == 1;
-    RowWalk<T> walk = begin_walk<T>(job.w, min(UNIT * s.unit + lane / 8, job.to.rows - 1), o.n_groups, s.first, s.n);
+    const bool whole = o.n_splits == 1;
+    const int feature = WARP_FEATURES * s.item + lane / 8;
+    RowWalk<T> walk = begin_walk<T>(job.w, min(feature, job.to.rows - 1), o.n_groups, s.first, s.n);
     if (!MADE) {
-        fetch_share(o, s, Type<T>::depth);
-        take_turn();
+        prefetch_split(o, s, Type<T>::depth);
+        wait_for_previous_kernel();
         copy_row(o);
     }
-    __syncthreads();                                   // the input is whole
+    __syncthreads();                                   // the input is complete
     const char *row = shared_bytes + o.input.q_at + lane % 8 * 16 + s.first * OCTET_BYTES;
     float *terms = (float *)(shared_bytes + o.terms_at) + (s.nth * o.n_octets + s.first) * 32 + lane, sum = 0;
     each_group(walk, row, [&](const Group &x, const char *y, int octet) {
@@ -2191,17 +2235,17 @@ template <DType T, bool MADE> __device__ static inline void multiply_share(const
     });
     if (whole && s.n) finish_gemv(o, s, sum);
 }
-template <bool MADE> __device__ __noinline__ static void multiply_other_share(const Gemv &o, GemvShare s) {
+template <bool MADE> __device__ __noinline__ static void multiply_other_split(const Gemv &o, GemvSplit s) {
     switch (o.job[s.job].type) {
-#define CASE(T, ...) case T: multiply_share<T, MADE>(o, s); break;
+#define CASE(T, ...) case T: multiply_split<T, MADE>(o, s); break;
     OTHER_TYPES(CASE)
 #undef CASE
     default: break;
     }
 }
 
-// Adds up a unit whose terms lie in shared memory, by a warp.
-__device__ static inline void join_shares(const Gemv &o, const GemvShare &s) {
+// Adds up an item whose terms lie in shared memory, by a warp.
+__device__ static inline void join_splits(const Gemv &o, const GemvSplit &s) {
     const int lane = threadIdx.x % 32, l = lane % 8;
     const char *scales = shared_bytes + o.input.q_at + l * 16 + 256;
     const float *terms = (const float *)(shared_bytes + o.terms_at) + s.nth * o.n_octets * 32 + lane;
@@ -2213,10 +2257,10 @@ __device__ static inline void join_shares(const Gemv &o, const GemvShare &s) {
     finish_gemv(o, s, sum);
 }
 
-// gemv: out = w y for one row, quantised matrices of few features that share their input; or out = gelu(w y) * u, as
-// Act.
+// gemv: out = w y for one row and quantised matrices with few features that share their input; or out = gelu(w y) * u,
+// as Act.
 //   shapes    w (rows, cols), y (cols), out (rows)
-//   launch    grid ceil(units / units of a block), block 512, dynamic shared memory: parameters, the row, terms, sums
+//   launch    grid ceil(items / items of a block), block 512, dynamic shared memory: parameters, the row, terms, sums
 //   traffic   weights once; every block reads the row and, where it makes it, the norm weights from L2
 //   numerics  as product_kernel
 //   see       cpu_matmul, cpu_ple_inject
@@ -2224,63 +2268,63 @@ template <bool MADE>
 __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_constant__ Gemv parameters) {
     const Gemv &o = *(const Gemv *)shared_bytes;
     const int warp = threadIdx.x / 32;
-    const uint2 *words = (const uint2 *)memory_of(&parameters);
+    const uint2 *words = (const uint2 *)address_of_parameter(&parameters);
     for (int i = threadIdx.x; i < (int)(sizeof(Gemv) / sizeof(uint2)); i += ROW_THREADS)
         ((uint2 *)shared_bytes)[i] = words[i];
     __syncthreads();
-    const GemvShare s = gemv_share(o, warp / o.shares, warp % o.shares);
+    const GemvSplit s = gemv_split(o, warp / o.n_splits, warp % o.n_splits);
     const Result &first = o.job[0].to;
     const bool injects = first.kind == JOB_INJECT;
     float u = 0;
     if (MADE) {
         float4 norm_weights[NORM_WEIGHTS][NARROW_QUADS];
-        int turn = 0;
+        int phase = 0;
         load_norm_weights(o.made, norm_weights);
-        take_turn();
-        if (injects && threadIdx.x < TILE) u = __ldcg(first.u + TILE * blockIdx.x + threadIdx.x);
+        wait_for_previous_kernel();
+        if (injects && threadIdx.x < BLOCK_FEATURES) u = __ldcg(first.u + BLOCK_FEATURES * blockIdx.x + threadIdx.x);
         prepare_row<NARROW_QUADS>(o.made, 0, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
-                                  blockIdx.x == gridDim.x - 1, &turn, [&] { fetch_share(o, s, 0); },
+                                  blockIdx.x == gridDim.x - 1, &phase, [&] { prefetch_split(o, s, 0); },
                                   [&](int) { return [in = o.input](int i, float4 y) { put_values(in, 0, i, y); }; });
     }
     const DType type = o.job[s.job].type;
-#define CASE(T, ...) if (afresh(type) == T) multiply_share<T, MADE>(o, s); else
+#define CASE(T, ...) if (opaque(type) == T) multiply_split<T, MADE>(o, s); else
     USUAL_TYPES(CASE)
 #undef CASE
-    multiply_other_share<MADE>(o, s);
-    if (o.shares > 1) {
+    multiply_other_split<MADE>(o, s);
+    if (o.n_splits > 1) {
         __syncthreads();                               // all terms are there
-        const GemvShare whole = gemv_share(o, warp, 0);
-        if (whole.n) join_shares(o, whole);
+        const GemvSplit whole = gemv_split(o, warp, 0);
+        if (whole.n) join_splits(o, whole);
     }
     if (!injects) return;
     __syncthreads();
-    if (threadIdx.x >= TILE) return;
-    store_activated(first, 0, TILE * blockIdx.x, ((const float *)(shared_bytes + o.sums_at))[threadIdx.x], u);
+    if (threadIdx.x >= BLOCK_FEATURES) return;
+    store_activated(first, 0, BLOCK_FEATURES * blockIdx.x, ((const float *)(shared_bytes + o.sums_at))[threadIdx.x], u);
 }
 
-typedef struct {              // one row times a matrix of floats, whose rows lie at multiples of 16 bytes
+typedef struct {              // one row times a float matrix, whose rows lie at multiples of 16 bytes
     const uint8_t *w;
     int    cols;
     Result to;                // JOB_STORE
     Input  input;
-    RowInputs made;           // n = 0: the input is there
+    RowInputs made;           // n = 0: the input is in global memory
 } GemvFloats;
 
-// gemv_floats: the same for a matrix of floats.
-//   launch    grid: an SM each, or fewer, block 512, dynamic shared memory: the row. A warp takes a row of weights at a
-//             time; the loads of the next one are under way while this one ends
+// gemv_floats: the same for a float matrix.
+//   launch    grid: one block per SM or fewer, block 512, dynamic shared memory: the row. A warp computes one feature
+//             at a time and loads the next row of weights while this one ends
 //   numerics  as product_kernel
 template <DType T>
 __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __grid_constant__ GemvFloats o) {
     constexpr int chunk = Type<T>::chunk, depth = 8;
-    touch_parameter(&o, sizeof o);
+    prefetch_parameter(&o, sizeof o);
     const int lane = threadIdx.x % 32, n_chunks = o.cols / chunk, n_rounds = div_up(n_chunks, 32);
     const int stride = PRODUCT_WARPS * gridDim.x;
     int row = blockIdx.x + gridDim.x * (threadIdx.x / 32), round = 0, ahead = 0;
     const int n = row < o.to.rows ? div_up(o.to.rows - row, stride) * n_rounds : 0;
     const uint4 *from = (const uint4 *)o.w + (size_t)row * n_chunks + lane;
     uint4 held[depth];
-    auto fetch = [&](int i) {                          // behind the end the last chunk once more, not used
+    auto fetch = [&](int i) {                          // after the end the last chunk again; it is not used
         held[i] = load_once(from + min(32 * ahead, n_chunks - 1 - lane));
         if (++ahead == n_rounds) ahead = 0, from += (size_t)stride * n_chunks;
     };
@@ -2289,14 +2333,14 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
         if (i < n) fetch(i);
     if (o.made.n) {
         float4 norm_weights[NORM_WEIGHTS][NARROW_QUADS];
-        int turn = 0;
+        int phase = 0;
         load_norm_weights(o.made, norm_weights);
-        take_turn();
+        wait_for_previous_kernel();
         prepare_row<NARROW_QUADS>(o.made, 0, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
-                                  blockIdx.x == gridDim.x - 1, &turn, [] { },
+                                  blockIdx.x == gridDim.x - 1, &phase, [] { },
                                   [&](int) { return [&o](int i, float4 y) { put_values(o.input, 0, i, y); }; });
     } else {
-        take_turn();
+        wait_for_previous_kernel();
         copy_input(o.input, 0, 1);
     }
     __syncthreads();
@@ -2629,7 +2673,7 @@ __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *
     for (;;) {
         if (f->stage >= end) {
             if (!early) break;
-            take_turn();
+            wait_for_previous_kernel();
             *f = begin, early = false, end = n;
             continue;
         }
@@ -2680,7 +2724,7 @@ template <int NT> __device__ static inline void feed(const Tiling &t, bool early
     Feed f = { { (int)blockIdx.x, 0, stride }, own, own, false, 1 };
     Piece p;
     while (next_piece(t, &f.walk, &p)) {
-        if (early && !t.record[p.job]) take_turn(), early = false;
+        if (early && !t.record[p.job]) wait_for_previous_kernel(), early = false;
         switch (t.jobs.job[p.job].type) {
 #define CASE(T, ...) case T: feed_piece<T, NT>(t, p, &f, early); break;
         QUANTISED_TYPES(CASE)
@@ -2689,7 +2733,7 @@ template <int NT> __device__ static inline void feed(const Tiling &t, bool early
         }
         early = false;
     }
-    copied<0>();                                       // a warp that has ended lets nothing arrive
+    wait_for_copies<0>();                                       // a warp that has ended lets nothing arrive
 }
 
 // ---- arithmetic ----
@@ -2860,7 +2904,7 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
     Ring *ring = ring_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
     const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
-    const int thread = NT <= 2 ? afresh(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
+    const int thread = NT <= 2 ? opaque(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
 #pragma unroll 1
     for (int stage = 0; 8 * stage < n_groups; stage += DEEP ? 2 : 1) {
         const char *records = shared_bytes + *place * t.stage_bytes;
@@ -2915,8 +2959,8 @@ template <DType T> __device__ static inline void multiply_floats(const Job &o, c
 }
 
 // A piece of floats on its way to the L2 cache.
-__device__ static inline void fetch_floats(const Job &o, const Piece &p) {
-    if (threadIdx.x == 0 && o.quads) fetch_ahead(o.w.lo + (size_t)p.first * o.row_bytes[0][0], o.row_bytes[0][0]);
+__device__ static inline void prefetch_floats(const Job &o, const Piece &p) {
+    if (threadIdx.x == 0 && o.quads) prefetch_l2(o.w.lo + (size_t)p.first * o.row_bytes[0][0], o.row_bytes[0][0]);
 }
 
 // Whether this block is the last of n that come here: what they wrote before can then be read. By the multiplying
@@ -2963,7 +3007,7 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 template <int NT, bool IN_STAGE> __global__ void __launch_bounds__(TILE_BLOCK, NT <= 2 ? 2 : 1)
 tile_kernel(const __grid_constant__ Tiling t) {
     constexpr int room = 8 * NT;
-    touch_parameter(&t, sizeof t);
+    prefetch_parameter(&t, sizeof t);
     if ((int)threadIdx.x < t.stages) {
         mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
         mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
@@ -2977,9 +3021,9 @@ tile_kernel(const __grid_constant__ Tiling t) {
     const bool early = t.expert_job < 0;               // which weights are read does not depend on what ran before
     if (early) {
         Walk first = walk;
-        if (t.floats && next_piece(t, &first, &p) && !t.record[p.job]) fetch_floats(t.jobs.job[p.job], p);
+        if (t.floats && next_piece(t, &first, &p) && !t.record[p.job]) prefetch_floats(t.jobs.job[p.job], p);
     } else {
-        take_turn();
+        wait_for_previous_kernel();
         list_pairs(t, room, (uint16_t *)sums);
         int n = 0;                                     // as many pieces for each block: other SMs are the next's
         for (int k = 0; k < t.jobs.n; k++) n += pieces_of(t, k);
@@ -2990,7 +3034,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         feed<NT>(t, early, walk.stride);
         return;
     }
-    if (early) take_turn();
+    if (early) wait_for_previous_kernel();
     // How far a warp is lies in shared memory while it multiplies 9 to 16 rows: their products need the registers.
     constexpr bool aside = NT == 2;
     __shared__ Walk walks[aside ? TILE_WARPS : 1];
@@ -3014,7 +3058,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
 #undef CASE
         default: break;
         }
-        const int thread = aside ? afresh(threadIdx.x) : threadIdx.x, warp = thread / 32, lane = thread % 32;
+        const int thread = aside ? opaque(threadIdx.x) : threadIdx.x, warp = thread / 32, lane = thread % 32;
         if (aside) __syncwarp();
         if (aside) walk = walks[warp], p = pieces[warp];
         const bool listed = p.job == t.expert_job;
@@ -3120,20 +3164,20 @@ static void add_job(Jobs *jobs, Job o) {
     if (!is_float(o.type) && (o.cols % 32 || (size_t)o.in.q % 16))
         cuda_die("product %d x %d: int8 rows must be whole groups at multiples of 16 bytes", o.rows, o.cols);
     if (o.act.q && o.rows % 32) cuda_die("product %d x %d: an int8 result must be whole groups", o.rows, o.cols);
-    o.is_tiled = o.kind != JOB_STORE;
-    o.tile = is_float(o.type) ? 1 : UNIT;
-    if (o.is_tiled) o.tile = o.kind == JOB_DOWN ? DOWN_TILE : TILE;
-    o.blocks_x = div_up(o.rows, o.tile);
+    o.by_blocks = o.kind != JOB_STORE;
+    o.item_features = is_float(o.type) ? 1 : WARP_FEATURES;
+    if (o.by_blocks) o.item_features = o.kind == JOB_DOWN ? DOWN_FEATURES : BLOCK_FEATURES;
+    o.row_items = div_up(o.rows, o.item_features);
     o.quads = 1;
     for (int k = 0; k < (o.kind == JOB_GATED ? 2 : 1); k++) {
         const DType t = k ? o.up_type : o.type;
         const Format f = format_of(t);
         const Planes &w = k ? o.up : o.w;
-        const int octets = div_up(o.cols, 256), ahead = is_float(t) ? octets : min_int(AHEAD_OCTETS, octets);
+        const int octets = div_up(o.cols, 256), ahead = is_float(t) ? octets : min_int(PREFETCH_OCTETS, octets);
         for (int i = 0; i < 4; i++) {
             o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
-            o.ahead[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * ahead / octets);
-            o.ahead_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
+            o.prefetch_bytes[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * ahead / octets);
+            o.prefetch_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
         }
         if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
     }
@@ -3201,13 +3245,13 @@ static const char *plan_text(const Plan *p) {
     return text;
 }
 
-static void tell_products(const Plan *p) {
+static void report_products(const Plan *p) {
     const dim3 grid(p->blocks, p->chunks);
     if (p->kernel == BY_TILES)
-        tell_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes%s",
+        report_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes%s",
                   8 << p->variant % TILE_SIZES, p->tiling.stages, p->tiling.stage_bytes,
                   p->variant < TILE_SIZES ? "" : ", sums in two");
-    else tell_plan(product_names[p->kernel], grid, p->threads, p->shared, p->resident, "%d rows",
+    else report_plan(product_names[p->kernel], grid, p->threads, p->shared, p->resident, "%d rows",
                    p->kernel == BY_ROWS && p->variant ? FEW_ROWS : 1);
 }
 
@@ -3331,49 +3375,51 @@ static bool plan_gemv_floats(const Jobs *jobs, Plan *p) {
     return true;
 }
 
-// busy: SMs on which blocks would come up late.
+// busy: SMs on which blocks of this launch would start late.
 static bool plan_gemv(const Jobs *jobs, int busy, Plan *p) {
     const Job *first = &jobs->job[0];
     Gemv &g = p->gemv;
-    int n_units = 0;
+    int n_warp_items = 0;
     g = { };
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
         GemvJob *job = &g.job[k];
-        *job = (GemvJob){ o->type, o->w, div_up(o->rows, UNIT), { }, { }, *o };
+        *job = (GemvJob){ o->type, o->w, div_up(o->rows, WARP_FEATURES), { }, { }, *o };
         for (int i = 0; i < 4; i++) {
             job->row_bytes[i] = o->row_bytes[0][i];
             job->octet_bytes[i] = (unsigned)plane_bytes(format_of(o->type), i, 256);
         }
-        n_units += job->n_units;
+        n_warp_items += job->n_warp_items;
     }
     g.n = jobs->n;
     g.n_groups = first->cols / 32;
     g.n_octets = div_up(g.n_groups, 8);
-    g.units = first->kind == JOB_INJECT ? TILE_UNITS : div_up(n_units, max_int(1, cuda.card.n_sm - busy));
-    if (g.n_octets == 1) g.units = max_int(g.units, PRODUCT_WARPS / 2);    // over at once: few SMs, others for the next
-    if (g.units > PRODUCT_WARPS) return false;         // a warp has one share at most
-    g.share = div_up(g.n_octets, min_int(PRODUCT_WARPS / g.units, g.n_octets));
-    g.shares = div_up(g.n_octets, g.share);
-    if (g.shares == 1 && g.n_octets > 1 && !jobs->made.n) return false;    // many warps with long rows: as fast by rows
+    g.block_items = first->kind == JOB_INJECT ? MATRIX_WARPS : div_up(n_warp_items, max_int(1, cuda.card.n_sm - busy));
+    // The launch ends at once: few SMs, the others are for the next launch.
+    if (g.n_octets == 1) g.block_items = max_int(g.block_items, PRODUCT_WARPS / 2);
+    if (g.block_items > PRODUCT_WARPS) return false;   // a warp has at most one split
+    g.split_octets = div_up(g.n_octets, min_int(PRODUCT_WARPS / g.block_items, g.n_octets));
+    g.n_splits = div_up(g.n_octets, g.split_octets);
+    // Many items with long rows: product_kernel is as fast.
+    if (g.n_splits == 1 && g.n_octets > 1 && !jobs->made.n) return false;
     g.input = jobs->input[0];
     g.made = jobs->made;
     size_t at = round_up(sizeof(Gemv), 16);
     g.input.q_at = (int)at;
     at += g.input.q_row;
     g.terms_at = (int)at;
-    if (g.shares > 1) at += (size_t)g.units * g.n_octets * 32 * sizeof(float);
+    if (g.n_splits > 1) at += (size_t)g.block_items * g.n_octets * 32 * sizeof(float);
     g.sums_at = (int)at;
     p->kernel = BY_GEMV;
     p->variant = g.made.n > 0;
-    p->blocks = div_up(n_units, g.units);
+    p->blocks = div_up(n_warp_items, g.block_items);
     p->threads = ROW_THREADS;
-    p->shared = at + (size_t)g.units * UNIT * sizeof(float);
+    p->shared = at + (size_t)g.block_items * WARP_FEATURES * sizeof(float);
     return true;
 }
 
-// Where things lie in shared memory when a block works on up to `rows` rows, of which the step has `there`; bytes
-// altogether.
+// Sets the offsets in shared memory of a block that computes up to `rows` rows, of which the step has `there`; returns
+// the bytes in all.
 static size_t place_shared(Jobs *jobs, int rows, int there) {
     size_t at = round_up(sizeof(Jobs), 16);
     for (int k = 0; k < jobs->n_inputs; k++) {
@@ -3387,12 +3433,12 @@ static size_t place_shared(Jobs *jobs, int rows, int there) {
     at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
     jobs->keys_at = (int)at;
     at += round_up(jobs->choice.n * sizeof(unsigned), 16);
-    jobs->n_results = max_int(rows * UNIT, div_up(jobs->n_used * DOWN_TILE, PRODUCT_WARPS));
+    jobs->n_results = max_int(rows * WARP_FEATURES, div_up(jobs->n_used * DOWN_FEATURES, PRODUCT_WARPS));
     jobs->results_at = (int)at;
-    return at + waiting_of(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
+    return at + waiting_items(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
 }
 
-// The most shared memory that rows together may take; else they go through one by one.
+// Rows are computed together if they take no more shared memory than this; else one after the other.
 enum { FEW_ROWS_SHARED = 110 << 10 };
 
 static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
@@ -3402,36 +3448,38 @@ static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
     if (r > 1 && p->shared > room) p->shared = place_shared(jobs, r, min_int(r, n_rows));
     if (r > 1 && p->shared > room) p->shared = place_shared(jobs, r = 1, 1);
     const int chunk = min_int(r, n_rows);
-    size_t tile_bytes = 0;
+    size_t block_item_bytes = 0;
     jobs->n_rows = n_rows;
-    jobs->n_tiles = jobs->n_units = 0;
+    jobs->n_block_items = jobs->n_warp_items = 0;
     for (int k = 0; k < jobs->n; k++) {
         Job *o = &jobs->job[k];
-        o->n_items = o->blocks_x;
+        o->n_items = o->row_items;
         if (o->kind == JOB_DOWN) o->n_items *= chunk;
         if (o->kind == JOB_GATED && o->ids) o->n_items *= chunk * o->n_used;
-        if (o->is_tiled) jobs->n_tiles += o->n_items;
-        else jobs->n_units += o->n_items;
-        for (int i = 0; o->is_tiled && i < 8; i++) tile_bytes += (size_t)o->row_bytes[i / 4][i % 4] * o->rows;
+        if (o->by_blocks) jobs->n_block_items += o->n_items;
+        else jobs->n_warp_items += o->n_items;
+        for (int i = 0; o->by_blocks && i < 8; i++) block_item_bytes += (size_t)o->row_bytes[i / 4][i % 4] * o->rows;
     }
-    jobs->fetch_all = tile_bytes <= min_size(AHEAD_BYTES, cuda.card.l2 / 3 * 2);
+    jobs->prefetch_all = block_item_bytes <= min_size(PREFETCH_BYTES, cuda.card.l2 / 3 * 2);
     p->kernel = BY_ROWS;
     p->variant = r > 1;
     p->threads = ROW_THREADS;
     p->chunks = div_up(n_rows, r);
     int most = max_int(1, (cuda.card.n_sm - busy) / p->chunks);
-    // Where memory is the limit: as many tiles for each block, and what is left of the SMs is the next launch's.
-    if (jobs->n_tiles && !jobs->fetch_all) most = div_up(jobs->n_tiles, div_up(jobs->n_tiles, most));
-    p->blocks = min_int(jobs->n_tiles + jobs->n_units, most);
-    jobs->more = jobs->n_tiles % p->blocks;
-    if (jobs->n_units > 2 * PRODUCT_WARPS * (p->blocks - jobs->more)) jobs->more = 0;
+    // Where memory bandwidth is the limit: the same number of items for each block; the other SMs are for the next
+    // launch.
+    const int n_items = jobs->n_block_items;
+    if (n_items && !jobs->prefetch_all) most = div_up(n_items, div_up(n_items, most));
+    p->blocks = min_int(jobs->n_block_items + jobs->n_warp_items, most);
+    jobs->longer_blocks = jobs->n_block_items % p->blocks;
+    if (jobs->n_warp_items > 2 * PRODUCT_WARPS * (p->blocks - jobs->longer_blocks)) jobs->longer_blocks = 0;
 }
 
-// Which kernel carries out a launch, and with how many blocks.
-//   tile_kernel         MANY_ROWS to STEP_ROWS rows, quantised matrices (gate and up of one type), floats that store
-//                       beside them
-//   gemv_floats_kernel  one row, one matrix of floats that stores
-//   gemv_kernel         one row, quantised matrices of few features on one input that store, or the inject
+// Chooses the kernel of a launch, and the number of its blocks.
+//   tile_kernel         MANY_ROWS to STEP_ROWS rows, quantised matrices (gate and up of one type), together with float
+//                       matrices of JOB_STORE
+//   gemv_floats_kernel  one row, one float matrix, JOB_STORE
+//   gemv_kernel         one row, quantised matrices with few features on one input, JOB_STORE or one JOB_INJECT
 //   product_kernel      everything else
 static void plan_product(Jobs *jobs, int n_rows, Plan *p) {
     const Job *first = &jobs->job[0];
@@ -3446,9 +3494,9 @@ static void plan_product(Jobs *jobs, int n_rows, Plan *p) {
         store &= stores;
     }
     const bool one_row = n_rows == 1 && jobs->n_inputs == 1 && !jobs->choice.n && jobs->made.cols <= NARROW_COLS;
-    const bool inject = first->kind == JOB_INJECT && jobs->n == 1 && first->rows % TILE == 0 && jobs->made.n;
-    // A block fills an SM. Behind a launch of very few, which it may overlap, it would come up late on theirs, and the
-    // next launch would wait for it.
+    const bool inject = first->kind == JOB_INJECT && jobs->n == 1 && first->rows % BLOCK_FEATURES == 0 && jobs->made.n;
+    // A block fills an SM. If the launch before has very few blocks and may overlap this one, a block on one of their
+    // SMs would start late, and the next launch would wait for it.
     const int busy = cuda.card.starts_early && cuda.last.blocks <= cuda.card.n_sm / 16 ? cuda.last.blocks : 0;
     p->chunks = p->resident = 1;
     if (tiles && plan_tiles(jobs, n_rows, p)) return;
@@ -3463,7 +3511,7 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
     plan_product(jobs, n_rows, &p);
     const dim3 grid(p.blocks, p.chunks);
     const int v = p.variant;
-    tell_products(&p);
+    report_products(&p);
     switch (p.kernel) {
     case BY_ROWS: launch(WRITES_ACTIVATIONS, product_kernels[v], grid, p.threads, p.shared, *jobs); break;
     case BY_GEMV: launch(WRITES_ACTIVATIONS, gemv_kernels[v], grid, p.threads, p.shared, p.gemv); break;
@@ -3477,23 +3525,23 @@ static void launch_jobs(Jobs *jobs, const char *what, int n_rows) {
 }
 
 // ==== [6] Products of a prompt: cuBLAS ===============================================================================
-// More than STEP_ROWS rows: as many features of the matrix as the panel holds go to f16, cuBLAS multiplies them with
-// the rows in f16, sums in f32, and so on. Those of gate and of up lie in one panel; their products meet in scratch,
-// where the activation takes them.
+// More than STEP_ROWS rows: a panel of features is converted to f16, cuBLAS multiplies it with the rows in f16 (sums in
+// f32), then comes the next panel. Gate and up share a panel; their products go to scratch, where the activation reads
+// them.
 
-enum { PANEL_UNIT = 256 };    // a panel begins at a multiple of so many features: whole tiles, whole octets
+enum { PANEL_UNIT = 256 };    // a panel begins at a multiple of this many features: whole tiles and octets
 
-// dequantise: n_groups groups of a matrix from group `first` on, to f16. Both start at a row; out at a multiple of 16
-// bytes.
-//   launch    grid ceil(n_groups / 512), block 256: a lane takes two groups, a warp 64 that follow each other
+// dequantise: converts n_groups groups of a matrix to f16, from group `first` on. Both are whole rows; out is a
+// multiple of 16 bytes.
+//   launch    grid ceil(n_groups / 512), block 256: a lane converts two groups, a warp 64 consecutive groups
 //   traffic   reads the weights once, writes 2 bytes a value. The values of 32 groups pass through shared memory, so
-//             that every store of a warp is 512 bytes without a gap; both groups are on their way before the first is
-//             unpacked
+//             that every store of a warp writes 512 contiguous bytes. Both groups of a lane are loaded before the first
+//             is unpacked
 //   numerics  value_of, rounded once
 template <DType T>
 __global__ void __launch_bounds__(256) dequantise_kernel(Planes w, size_t first, int n_groups, __half *out) {
-    // Of a warp: four words of 16 bytes of each lane, in an order of its own for each pair of lanes: 8 lanes meet
-    // all banks.
+    // For each warp: four words of 16 bytes of each lane. Pairs of lanes order their words differently, so that 8 lanes
+    // that store together use all banks.
     __shared__ uint4 passing[8][128];
     uint4 *const mine = passing[threadIdx.x / 32];
     const int lane = threadIdx.x % 32, from = (blockIdx.x * 8 + threadIdx.x / 32) * 64;
@@ -3503,7 +3551,7 @@ __global__ void __launch_bounds__(256) dequantise_kernel(Planes w, size_t first,
         const int g = min(from + 32 * k + lane, n_groups - 1);
         fetch_group<T>(planes_from<T>(w, first + g), 0, &fetched[k]);
     }
-    take_turn();
+    wait_for_previous_kernel();
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         Group x;
@@ -3529,11 +3577,11 @@ __global__ void __launch_bounds__(256) dequantise_kernel(Planes w, size_t first,
     }
 }
 
-// float_to_half: the same for n values of a matrix of floats from value `first` on, a multiple of 256.
-//   launch    grid ceil(n / 2048), block 256: a thread takes eight values
+// float_to_half: converts n values of a float matrix to f16, from value `first` on, a multiple of 256.
+//   launch    grid ceil(n / 2048), block 256: a thread converts eight values
 template <DType T> __global__ void float_to_half_kernel(const uint8_t *w, size_t first, size_t n, __half *out) {
     constexpr int words = 8 / Type<T>::chunk;          // of 16 bytes
-    take_turn();
+    wait_for_previous_kernel();
     const size_t i = 8 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i + 8 > n) {
         for (size_t k = i; k < n; k++) out[k] = __float2half_rn(float_value(T, w, first + k));
@@ -3549,7 +3597,7 @@ template <DType T> __global__ void float_to_half_kernel(const uint8_t *w, size_t
     *(uint4 *)(out + i) = v;
 }
 
-// n features of a matrix from feature `first` on, a multiple of PANEL_UNIT, as f16.
+// Converts n features of a matrix to f16, from feature `first` on, a multiple of PANEL_UNIT.
 static void to_half(const Tensor *w, int first, int n, __half *out) {
     const size_t from = (size_t)first * w->cols, values = (size_t)n * w->cols;
     const Planes p = planes_of(w);
@@ -3579,8 +3627,8 @@ static void multiply_panel(int n, int cols, const __half *y, int n_rows, float *
 
 static size_t panel_rows(int cols) { return PANEL_BYTES / sizeof(__half) / cols; }
 
-// How many of `rows` features lie in the panel at a time when there is room for `most`: as few panels as possible, as
-// equal as whole multiples of PANEL_UNIT allow.
+// Features in a panel when there is room for `most` of `rows`: as few panels as possible, as equal as multiples of
+// PANEL_UNIT allow.
 static int panel_step(int rows, size_t most) {
     const int room = max_int((int)(most / PANEL_UNIT), 1), all = div_up(rows, PANEL_UNIT);
     return div_up(all, div_up(all, room)) * PANEL_UNIT;
@@ -3588,7 +3636,7 @@ static int panel_step(int rows, size_t most) {
 
 // out *= *factor. launch: grid ceil(n / 256), block 256.
 __global__ void scale_kernel(float *out, const float *factor, size_t n) {
-    take_turn();
+    wait_for_previous_kernel();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] *= *factor;
 }
@@ -3606,13 +3654,13 @@ static void multiply_prompt(const Tensor *w, const __half *y, int n_rows, float 
     CHECK_LAUNCH("scale n_rows=%d rows=%d", n_rows, w->rows);
 }
 
-// gated: Act columns first .. first + n of act(gate) * up. quads: rows of all of them lie at multiples of four values.
-//   launch    grid (n_rows, ceil(n / 1024)), block 256: a thread takes four values, so a group belongs to 8 lanes
+// gated: columns first .. first + n - 1 of act(gate) * up, as Act. quads: all rows lie at multiples of four values.
+//   launch    grid (n_rows, ceil(n / 1024)), block 256: a thread has four values, so 8 lanes hold a group
 //   traffic   reads 8 bytes a value, writes 4 or 1 1/8
 __global__ void gated_kernel(const float *gate, int gate_stride, const float *gate_factor, const float *up,
                              int up_stride, const float *up_factor, ActFn fn, Act out, int cols, int first, int n,
                              int quads) {
-    take_turn();
+    wait_for_previous_kernel();
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     const size_t r = blockIdx.x, at = r * cols + first;
     const float4 g = scale4(load4(gate + r * gate_stride, i, n, quads), gate_factor ? *gate_factor : 1);
@@ -3627,10 +3675,10 @@ __global__ void gated_kernel(const float *gate, int gate_stride, const float *ga
     if (i < n && i % 32 == 0) out.s[(at + i) / 32] = s;
 }
 
-// Values of gate and up together that wait for their activation.
+// Products of gate and up that scratch holds, in values of both together.
 static size_t wide_values(int max_rows) { return max_int(16 << 20, 2 * PANEL_UNIT * max_rows); }
 
-// out = act(gate y) * (up y), or without a matrix up times u, whose rows lie u_stride floats apart.
+// out = act(gate y) * (up y); up == NULL: out = act(gate y) * u, whose rows lie u_stride floats apart.
 static void multiply_gated(const Tensor *gate, const Tensor *up, const float *u, int u_stride, ActFn fn,
                            const __half *y, int n_rows, Act out) {
     const int rows = gate->rows, cols = gate->cols;
@@ -3640,7 +3688,7 @@ static void multiply_gated(const Tensor *gate, const Tensor *up, const float *u,
     for (int i = 0; i < rows; i += step) {
         const int n = min_int(step, rows - i), place = up ? (int)round_up(n, 8) : 0, stride = place + n;
         to_half(gate, i, n, cuda.panel);
-        // Features n .. place - 1 of the product are nobody's.
+        // Features n .. place - 1 of the product are not used.
         if (up) to_half(up, i, n, cuda.panel + (size_t)place * cols);
         multiply_panel(stride, cols, y, n_rows, cuda.wide, stride);
         const float *second = up ? cuda.wide + place : u + i;
@@ -3665,30 +3713,37 @@ static const __half *prompt_input(const In *in, int n_rows, int cols, bool by_fr
 }
 
 // ---- experts of a prompt ----
-// The pairs (row, chosen expert) of a step are sorted by expert, and an expert meets all of its rows, a tile of them at
-// a time, as a dense matrix would: weights become f16 on their way from shared memory to the tensor cores, sums are
-// f32. A warp has 32 features, two halves of 16: of gate and of up, or one behind the other. It multiplies them with
-// all rows of the tile, so a weight is decoded once for as many rows. Features and rows come in stages of 64 values.
+// The pairs (row, chosen expert) of a step are sorted by expert. Then each expert multiplies all of its rows, a tile of
+// rows at a time, like a dense matrix: weights are converted to f16 between shared memory and the tensor cores, sums
+// are f32. A warp has 32 features in two halves of 16: of gate and of up, or 32 consecutive ones. It multiplies them
+// with all rows of the tile, so a weight is decoded once for all of them. Stages hold 64 values of the features and of
+// the rows.
 //
-// In lane l, t = l / 4, k = l % 4, word k of a chunk of codes holds values 4k .. 4k + 3 of a feature, where
-// multiply_half() looks for 2k, 2k + 1 and 8 + 2k, 9 + 2k. The rows lie in the order of fragment_at() to match, so that
-// codes need no sorting.
+// Word k of a chunk of codes holds values 4k .. 4k + 3 of a feature, but multiply_half() takes a lane's values as 2k,
+// 2k + 1, 8 + 2k and 9 + 2k. The rows are stored in the order of fragment_at() to match, so codes need no reordering.
 
-enum { STAGE_VALUES = 64, SIXTEEN = 16, SORT_THREADS = 512, MAX_PROMPT_EXPERTS = 1024, SMALL_TILE = 64,
+enum { STAGE_VALUES = 64, MMA_ROWS = 16, SORT_THREADS = 512, MAX_PROMPT_EXPERTS = 1024, SMALL_TILE = 64,
        LARGE_TILE = 128 };      // pairs
 
-// The most tiles that sort_pairs_kernel gives out.
+// The most tiles that sort_pairs_kernel makes.
 static int most_tiles(int n_pairs, int n_experts, int tile) { return n_pairs / tile + n_experts; }
 
-// sort_pairs: order = the pairs by expert, ascending; tiles = at most `tile` of them each. An expert whose pairs begin
-// at s owns the tiles from s / tile + its number on: as many as there are or one more, whatever the others have.
+// sort_pairs: order = the pairs by expert, ascending; tiles = up to `tile` consecutive pairs of one expert.
 //   shapes    ids (n_pairs), order (n_pairs), tiles (most_tiles())
-//   launch    grid n_experts, block 512: a warp takes consecutive pairs
+//   launch    grid n_experts, block 512: a warp handles consecutive pairs
 //   traffic   the ids twice per expert, from the L2 cache
 //   see       tests/test_ops.c expert_prompt()
+//
+// Every expert writes its tiles without knowing how many the others have. If its pairs begin at s in `order`, its tiles
+// begin at s / tile + its number; there is room for all of them and may be an empty one. Example, tile = 64:
+//
+//     expert   pairs   s     tiles, with their pairs
+//     0        100     0     0 (64)  1 (36)
+//     1        0       100   2 (0)
+//     2        60      100   3 (60)  4 (0)
 __global__ void __launch_bounds__(SORT_THREADS)
 sort_pairs_kernel(const int32_t *ids, int n_pairs, int tile, int32_t *order, PairTile *tiles) {
-    take_turn();
+    wait_for_previous_kernel();
     constexpr int WARPS = SORT_THREADS / 32;
     __shared__ int own_of[WARPS], less_of[WARPS];
     const int e = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -3702,7 +3757,7 @@ sort_pairs_kernel(const int32_t *ids, int n_pairs, int tile, int32_t *order, Pai
     }
     own = __reduce_add_sync(~0u, own), less = __reduce_add_sync(~0u, less);
     if (lane == 0) own_of[warp] = own, less_of[warp] = less;
-    __syncthreads();                                   // all counts
+    __syncthreads();                                   // all counts are there
     int start = 0, before = 0, all = 0;
     for (int w = 0; w < WARPS; w++) {
         start += less_of[w];
@@ -3728,9 +3783,9 @@ typedef struct {
     int    first[2];          // first row of each half within its expert
     int    rows, cols;        // output features, input width
     int    step;              // features of a warp: 16 with gate and up, else 32
-    int    n_blocks;          // that share the features
+    int    n_blocks;          // blocks that share a tile of rows, each with other features
     const __half *y;          // (n_rows or n_pairs, cols) times PROMPT_SCALE, by fragment
-    Divisor pairs_each;       // pairs that have the same row of y
+    Divisor pairs_each;       // consecutive pairs that read the same row of y
     const int32_t *order;     // (n_pairs) from sort_pairs
     const PairTile *tiles;
     const float *factor[2];   // (n_experts) or NULL
@@ -3739,16 +3794,17 @@ typedef struct {
     float *products;          // (n_pairs, rows) of another matrix; NULL: gate and up
 } Experts;
 
-// 32 features in a stage, and where their parts lie in shared memory.
-template <DType T> struct Staged {
+// 32 features in a stage: bytes of their fields in shared memory, and where they lie.
+template <DType T> struct StageLayout {
     static constexpr Format form = Type<T>::form;
-    static constexpr bool one_head = Type<T>::one_head;                // for four stages
-    static constexpr int lo = STAGE_VALUES * form.lo_bits / 8, hi = STAGE_VALUES * form.hi_bits / 8;   // of a feature
+    static constexpr bool one_head = Type<T>::one_head;                // one for four stages
+    static constexpr int lo = STAGE_VALUES * form.lo_bits / 8;         // bytes of a feature
+    static constexpr int hi = STAGE_VALUES * form.hi_bits / 8;
     static constexpr int head = one_head ? form.head : Type<T>::head * STAGE_VALUES / 256;
     static constexpr int head_words = (head + 3) / 4;
     static constexpr int hi_at = 32 * lo, head_at = hi_at + 32 * hi, sup_at = head_at + 128 * head_words;
     static constexpr int bytes = sup_at + 128 * (form.sup != 0);
-    // Where chunk c of lo of feature f lies: what is read at once lies in different banks.
+    // The place of chunk c of lo of feature f: chunks that are read at once lie in different banks.
     __device__ static int chunk_at(int f, int c) {
         int bits = 0;
         if (lo == 32) bits = f >> 2 & 1;
@@ -3759,23 +3815,23 @@ template <DType T> struct Staged {
     }
 };
 
-// A warp's 32 features of one expert: brings their stages into shared memory and turns what is there into f16.
+// A warp's 32 features of one expert: copies their stages to shared memory and reads the scales there.
 template <DType T> struct Features {
-    typedef Staged<T> S;
-    const uint8_t *lo[2];                      // of the first feature of each half
-    const uint8_t *hi, *head, *sup;            // of feature number `lane`
+    typedef StageLayout<T> S;
+    const uint8_t *lo[2];                      // first feature of each half
+    const uint8_t *hi, *head, *sup;            // feature number `lane`
     int lo_row;                                // bytes from one feature to the next
 
     __device__ Features(const Experts &o, int expert, int feature) : lo_row(o.cols / STAGE_VALUES * S::lo) {
         for (int h = 0; h < 2; h++) {
             const size_t row = (size_t)expert * o.rows_e + o.first[h] + feature;
             lo[h] = o.w[h].lo + row * lo_row;
-            if (is_float(T) || h != (int)threadIdx.x % 32 / SIXTEEN) continue;
-            const Planes p = planes_from<T>(o.w[h], (row + threadIdx.x % SIXTEEN) * (o.cols / 32));
+            if (is_float(T) || h != (int)threadIdx.x % 32 / MMA_ROWS) continue;
+            const Planes p = planes_from<T>(o.w[h], (row + threadIdx.x % MMA_ROWS) * (o.cols / 32));
             hi = p.hi, head = p.head, sup = p.sup;
         }
     }
-    // What belongs to stage s. Some of it is no whole word, and comes with the word that it lies in.
+    // The first byte of stage s. What is shorter than a word is copied with the word that contains it.
     __device__ const uint8_t *head_of(int s) const { return head + (S::one_head ? s / 4 : s) * S::head; }
     __device__ const uint8_t *sup_of(int s) const { return sup + s / 4 * S::form.sup; }
     __device__ static int in_word(const uint8_t *p) { return (int)((size_t)p & 2); }
@@ -3785,8 +3841,8 @@ template <DType T> struct Features {
         const int lane = threadIdx.x % 32, c = lane % CHUNKS;
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
-            const int f = (i * 32 + lane) / CHUNKS, half = CHUNKS == 1 ? f / SIXTEEN : i * 32 / CHUNKS / SIXTEEN;
-            copy_line_ahead(to + S::chunk_at(f, c), lo[half] + f % SIXTEEN * lo_row + s * S::lo + 16 * c);
+            const int f = (i * 32 + lane) / CHUNKS, half = CHUNKS == 1 ? f / MMA_ROWS : i * 32 / CHUNKS / MMA_ROWS;
+            copy_line_ahead(to + S::chunk_at(f, c), lo[half] + f % MMA_ROWS * lo_row + s * S::lo + 16 * c);
         }
         if constexpr (S::hi == 16) copy_ahead(to + S::hi_at + 16 * lane, hi + s * 16);
         if constexpr (S::hi == 8)
@@ -3798,8 +3854,8 @@ template <DType T> struct Features {
         if constexpr (S::form.sup == 4) copy_word_ahead(to + S::sup_at + 4 * lane, sup_of(s));
     }
 
-    // Factors and minima of group j of stage s, of feature `lane`: { a, -m }, or where halves of groups differ { a[0],
-    // a[1] } and { -m[0], -m[1] }.
+    // Factors and minima of group j of stage s of feature `lane`: am[0] = { a, -m }; if the halves of a group differ,
+    // am[0] = { a[0], a[1] } and am[1] = { -m[0], -m[1] }.
     __device__ void scales(const char *stage, int s, int j, __half2 am[2]) const {
         const int lane = threadIdx.x % 32;
         const unsigned *w = (const unsigned *)(stage + S::head_at) + S::head_words * lane;
@@ -3820,31 +3876,31 @@ template <DType T> struct Features {
     }
 };
 
-// Four codes in the bytes of a word as f16 weights, the first two and the others. a, m: their factor and minus their
-// minimum, twice.
+// Four codes, the bytes of a word, as f16 weights: the first two in *low, the others in *high. a: the factor twice; m:
+// minus the minimum, twice.
 template <DType T>
 __device__ static inline void code_weights(unsigned codes, __half2 a, __half2 m, unsigned *low, unsigned *high) {
     constexpr bool is_signed = Type<T>::form.lo_bits == 8 || Type<T>::form.table != TABLE_NONE;
     codes = code_integers<T>(codes) ^ (is_signed ? 0x80808080u : 0);
-    // a byte behind 0x64 is 1024 more
+    // a code as the low byte of 0x6400 is the f16 number 1024 + code
     const __half2 zero = __float2half2_rn(1024.0f + (is_signed ? 128 : Type<T>::offset));
-    const __half2 v0 = __hsub2(two_halves(__byte_perm(codes, 0x64646464u, 0x4140)), zero);      // in f16: exact so far
+    const __half2 v0 = __hsub2(two_halves(__byte_perm(codes, 0x64646464u, 0x4140)), zero);     // exact in f16
     const __half2 v1 = __hsub2(two_halves(__byte_perm(codes, 0x64646464u, 0x4342)), zero);
     *low = half_bits(Type<T>::min ? __hfma2(v0, a, m) : __hmul2(v0, a));
     *high = half_bits(Type<T>::min ? __hfma2(v1, a, m) : __hmul2(v1, a));
 }
 
-// The codes of group j of features t and t + 8 of a half: code[h][i], of the h-th half of the group, feature t + 8 i.
+// The codes of group j of features t and t + 8 of a half: code[h][i] of half h of the group and feature t + 8 i.
 template <DType T> __device__ static inline void staged_codes(const char *stage, int half, int j, unsigned code[2][2]) {
-    typedef Staged<T> S;
+    typedef StageLayout<T> S;
     const int lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
     if constexpr (S::lo == 64) {
         unsigned r[4];
-        load_matrices(r, stage + S::chunk_at(half * SIXTEEN + lane % 16, 2 * j + lane / 16));
+        load_matrices(r, stage + S::chunk_at(half * MMA_ROWS + lane % 16, 2 * j + lane / 16));
         code[0][0] = r[0], code[0][1] = r[1], code[1][0] = r[2], code[1][1] = r[3];
     }
     for (int i = 0; i < 2; i++) {
-        const int f = half * SIXTEEN + t + 8 * i;
+        const int f = half * MMA_ROWS + t + 8 * i;
         if constexpr (S::lo == 32) {
             const unsigned w = *(const unsigned *)(stage + S::chunk_at(f, j) + 4 * k);
             code[0][i] = w & 0x0f0f0f0fu, code[1][i] = w >> 4 & 0x0f0f0f0fu;
@@ -3863,17 +3919,17 @@ template <DType T> __device__ static inline void staged_codes(const char *stage,
     }
 }
 
-// Group j of a half of a warp's features as multiply_half() takes them: a[h] of the h-th half of the group. am: from
+// Group j of a half of a warp's features in the layout of multiply_half(): a[h] is half h of the group. am: from
 // scales().
 template <DType T> __device__ static inline void staged_weights(const char *stage, int half, int j, const __half2 am[2],
                                                                 unsigned a[2][4]) {
-    typedef Staged<T> S;
+    typedef StageLayout<T> S;
     const int lane = threadIdx.x % 32, t = lane / 4, k = lane % 4;
     if constexpr (!is_float(T)) {
         unsigned code[2][2];
         staged_codes<T>(stage, half, j, code);
         for (int i = 0; i < 2; i++) {
-            const int f = half * SIXTEEN + t + 8 * i;
+            const int f = half * MMA_ROWS + t + 8 * i;
             const __half2 x = two_halves(__shfl_sync(~0u, half_bits(am[0]), f));
             if constexpr (Type<T>::halves) {
                 const __half2 m = two_halves(__shfl_sync(~0u, half_bits(am[1]), f));
@@ -3886,7 +3942,7 @@ template <DType T> __device__ static inline void staged_weights(const char *stag
         }
     } else for (int h = 0; h < 2; h++)
         for (int i = 0; i < 2; i++) {
-            const int f = half * SIXTEEN + t + 8 * i;
+            const int f = half * MMA_ROWS + t + 8 * i;
             if constexpr (T == T_F32) {
                 const float4 v = *(const float4 *)(stage + S::chunk_at(f, 8 * j + 4 * h + k));
                 a[h][i] = half_bits(__floats2half2_rn(v.x, v.y)), a[h][i + 2] = half_bits(__floats2half2_rn(v.z, v.w));
@@ -3900,15 +3956,16 @@ template <DType T> __device__ static inline void staged_weights(const char *stag
         }
 }
 
-// The shape of a block: pairs of its tile, warps, and bytes of shared memory that its stages may take. On an SM of 228 KB two
-// blocks of four warps go together. Where there is less, one block has as many warps as leave room for three stages.
+// The shape of a block: rows (pairs) of its tile, warps, and bytes of shared memory for its stages. On an SM with 228
+// KB two blocks of four warps run together. With less, one block has as many warps as leave room for three stages.
 typedef struct { int pairs, warps, room; } ExpertsTile;
 enum { WIDE_ROOM = 108 << 10, NARROW_ROOM = 98 << 10 };
-template <DType T> static constexpr int experts_stage(ExpertsTile t) {     // bytes: rows, 128 each, and each warp's features
-    return t.pairs * STAGE_VALUES * 2 + t.warps * Staged<T>::bytes;
+template <DType T> static constexpr int experts_stage(ExpertsTile t) {     // bytes: rows of 128, features of warps
+    return t.pairs * STAGE_VALUES * 2 + t.warps * StageLayout<T>::bytes;
 }
 template <DType T> static constexpr ExpertsTile experts_tile(bool large, bool wide) {
-    const ExpertsTile narrow[] = { { LARGE_TILE, 8, NARROW_ROOM }, { 96, 8, NARROW_ROOM }, { LARGE_TILE, 4, NARROW_ROOM },
+    const ExpertsTile narrow[] = { { LARGE_TILE, 8, NARROW_ROOM }, { 96, 8, NARROW_ROOM },
+                                   { LARGE_TILE, 4, NARROW_ROOM },
                                    { SMALL_TILE, 8, NARROW_ROOM }, { SMALL_TILE, 4, NARROW_ROOM } };
     if (wide) return { large ? LARGE_TILE : SMALL_TILE, 4, WIDE_ROOM };
     for (int i = large ? 0 : 3; i < (large ? 3 : 5); i++)
@@ -3916,68 +3973,82 @@ template <DType T> static constexpr ExpertsTile experts_tile(bool large, bool wi
     return { large ? LARGE_TILE : SMALL_TILE, 2, NARROW_ROOM };
 }
 
-// Shared memory: the stages; later the results.
+// Shared memory: stages, later results.
 template <DType T, bool LARGE, bool WIDE> struct ExpertsRoom {
     static constexpr ExpertsTile tile = experts_tile<T>(LARGE, WIDE);
     static constexpr int pairs = tile.pairs, warps = tile.warps, threads = 32 * warps;
     static constexpr int features_at = pairs * STAGE_VALUES * 2, stage = experts_stage<T>(tile);
     static constexpr int fits = tile.room / stage, stages = fits > 5 ? 5 : fits < 3 ? 3 : fits;
-    // floats of a row of results: lanes of a warp in different banks
-    static constexpr int stride = SIXTEEN * warps + 4;
+    // floats of a row of results; the padding puts the lanes of a warp in different banks
+    static constexpr int stride = MMA_ROWS * warps + 4;
     static constexpr int results = pairs * stride * 4;
     static constexpr int bytes = stages * stage > results ? stages * stage : results;
-    static constexpr int resident = !WIDE ? 1 : LARGE ? 2 : 3;         // blocks that registers leave room for
+    static constexpr int resident = !WIDE ? 1 : LARGE ? 2 : 3;         // blocks for which an SM has registers
 };
 
-// experts: one tile of features times one tile of pairs, of gate and up with the activation, or of one matrix.
+// experts: one tile of features times one tile of pairs; gate and up with the activation, or one matrix.
 //   shapes    w (n_experts * rows_e, cols), y (n_rows or n_pairs, cols), out or products (n_pairs, rows)
 //   launch    grid most_tiles() * n_blocks, block ExpertsRoom::threads
-//   traffic   a tile reads its rows of y and its features once; y comes from L2, and so do features for the
-//             second tile of an expert
+//   traffic   a tile reads its rows of y and its features once; y comes from L2, and so do features for the second tile
+//             of an expert
 //   numerics  weights and rows rounded to f16, sums f32, ascending: a result does not depend on the tile
 //   see       cpu_expert_gate_up, cpu_expert_down
+//
+// A stage has 64 values (2 groups) of the rows and of the features:
+//
+//     rows      PAIRS x 128 bytes; chunk c of row r lies at c ^ r % 8          copied by all threads
+//     warp 0    its 32 features: lo, hi, head, sup                             copied and decoded by warp 0 only
+//     warp 1    ...
+//
+// Each warp decodes one group while the tensor cores multiply another (s: stage, g: group, h: half of the group):
+//
+//     decode     s, g1                            |         s + 1, g0                 (in a[1], a[0])
+//     multiply   s, g0, h0   s, g0, h1   s, g1, h0 |         s, g1, h1
+//                                                 ^ barrier: stage s + 1 has arrived, and stage s - 1 is free, so the
+//                                                 copy
+//                                                   of stage s + stages - 1 starts into its slot
 template <DType T, bool LARGE, bool WIDE>
 __global__ void __launch_bounds__(ExpertsRoom<T, LARGE, WIDE>::threads, ExpertsRoom<T, LARGE, WIDE>::resident)
 experts_kernel(const __grid_constant__ Experts o) {
     typedef ExpertsRoom<T, LARGE, WIDE> Room;
-    constexpr int PAIRS = Room::pairs, SIXTEENS = PAIRS / 16, AT_ONCE = Room::threads / 8, COPIES = PAIRS / AT_ONCE;
+    constexpr int PAIRS = Room::pairs, ROW_TILES = PAIRS / 16, AT_ONCE = Room::threads / 8, COPIES = PAIRS / AT_ONCE;
     static_assert(PAIRS % AT_ONCE == 0, "a thread copies as many rows as any other");
     __shared__ int pair_of[PAIRS];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, t = lane / 4, k = lane % 4;
-    take_turn();
+    wait_for_previous_kernel();
     const PairTile tile = o.tiles[blockIdx.x / o.n_blocks];
     if (!tile.n) return;
     const int block_feature = blockIdx.x % o.n_blocks * Room::warps * o.step, feature = block_feature + warp * o.step;
-    const int n_sixteens = div_up(tile.n, 16), n_stages = o.cols / STAGE_VALUES;
+    const int n_row_tiles = div_up(tile.n, 16), n_stages = o.cols / STAGE_VALUES;
     for (int i = thread; i < PAIRS; i += Room::threads) pair_of[i] = o.order[tile.first + min(i, tile.n - 1)];
     __syncthreads();                                   // pair_of
-    unsigned from[COPIES];                             // chunks of y
+    unsigned from[COPIES];                             // first chunk of y for each row that the thread copies
     for (int i = 0; i < COPIES; i++)
         from[i] = (unsigned)quotient(pair_of[i * AT_ONCE + thread / 8], o.pairs_each) * (unsigned)(o.cols / 8) +
                   thread % 8;
-    // behind the last feature: computed, and dropped
+    // after the last feature: computed and discarded
     const Features<T> features(o, tile.expert, feature < o.rows ? feature : 0);
     auto fetch = [&](int s) {
         char *stage = shared_bytes + s % Room::stages * Room::stage;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int r = i * AT_ONCE + thread / 8;
-            if (r < 16 * n_sixteens)
+            if (r < 16 * n_row_tiles)
                 copy_ahead(stage + r * 128 + ((thread ^ r) & 7) * 16,
                            (const uint4 *)o.y + from[i] + s * (STAGE_VALUES / 8));
         }
-        features.fetch(stage + Room::features_at + warp * Staged<T>::bytes, s);
+        features.fetch(stage + Room::features_at + warp * StageLayout<T>::bytes, s);
     };
 #pragma unroll
     for (int s = 0; s < Room::stages - 1; s++) {
         if (s < n_stages) fetch(s);
         copy_commit();
     }
-    float sum[2][2 * SIXTEENS][4] = { };
+    float sum[2][2 * ROW_TILES][4] = { };
     const int row_at = (lane / 16 * 8 + lane % 8) * 128, chunk_at = ((lane / 8 & 1) ^ (lane & 7)) * 16;
     auto stage_of = [&](int s) { return shared_bytes + s % Room::stages * Room::stage; };
     auto decode = [&](int s, int j, unsigned a[2][2][4]) {             // group j of a stage
-        const char *own = stage_of(s) + Room::features_at + warp * Staged<T>::bytes;
+        const char *own = stage_of(s) + Room::features_at + warp * StageLayout<T>::bytes;
         __half2 am[2];
         if constexpr (!is_float(T)) features.scales(own, s, j, am);
         for (int half = 0; half < 2; half++) staged_weights<T>(own, half, j, am, a[half]);
@@ -3987,17 +4058,17 @@ experts_kernel(const __grid_constant__ Experts o) {
         unsigned b[2][4];
         load_matrices(b[0], values);
 #pragma unroll
-        for (int n = 0; n < SIXTEENS; n++) {
-            if (!decltype(all)::value && n >= n_sixteens) break;
-            if (n + 1 < SIXTEENS) load_matrices(b[(n + 1) & 1], values + (n + 1) * 16 * 128);
+        for (int n = 0; n < ROW_TILES; n++) {
+            if (!decltype(all)::value && n >= n_row_tiles) break;
+            if (n + 1 < ROW_TILES) load_matrices(b[(n + 1) & 1], values + (n + 1) * 16 * 128);
             for (int half = 0; half < 2; half++)
                 for (int i = 0; i < 2; i++) multiply_half(sum[half][2 * n + i], a[half][h], b[n & 1] + 2 * i);
         }
     };
-    auto run = [&](auto all) {     // weights are decoded while the tensor cores have the ones before
+    auto run = [&](auto all) {     // decodes weights while the tensor cores use the previous ones
         unsigned a[2][2][2][4];
-        copied<Room::stages - 2>();
-        __syncthreads();                               // the first stage is there for all
+        wait_for_copies<Room::stages - 2>();
+        __syncthreads();                               // all threads have the first stage
         decode(0, 0, a[0]);
 #pragma unroll 1
         for (int s = 0; s < n_stages; s++) {
@@ -4005,21 +4076,21 @@ experts_kernel(const __grid_constant__ Experts o) {
             multiply(s, 0, 0, a[0], all);
             multiply(s, 0, 1, a[0], all);
             multiply(s, 1, 0, a[1], all);
-            copied<Room::stages - 3>();
-            __syncthreads();       // the next stage is there for all, and all are done with the one before
+            wait_for_copies<Room::stages - 3>();
+            __syncthreads();       // all have the next stage, and are done with the one before this
             if (s + Room::stages - 1 < n_stages) fetch(s + Room::stages - 1);
             copy_commit();
-            decode(s + 1, 0, a[0]);                    // behind the last stage: of what was there once, and dropped
+            decode(s + 1, 0, a[0]);                    // after the last stage: an old one, discarded
             multiply(s, 1, 1, a[1], all);
         }
     };
-    if (n_sixteens == SIXTEENS) run(std::true_type());
+    if (n_row_tiles == ROW_TILES) run(std::true_type());
     else run(std::false_type());
     float factor[2];
     for (int h = 0; h < 2; h++) factor[h] = (o.factor[h] ? o.factor[h][tile.expert] : 1) / PROMPT_SCALE;
     if (o.products) {
 #pragma unroll
-        for (int n = 0; n < 2 * SIXTEENS; n++)
+        for (int n = 0; n < 2 * ROW_TILES; n++)
             for (int i = 0; i < 2; i++) {
                 const int r = 8 * n + 2 * k + i;
                 if (r >= tile.n || feature >= o.rows) continue;
@@ -4029,16 +4100,16 @@ experts_kernel(const __grid_constant__ Experts o) {
         return;
     }
     float *const results = (float *)shared_bytes;
-    copied<0>();
-    __syncthreads();                                   // nobody uses the stages any more
+    wait_for_copies<0>();
+    __syncthreads();                                   // the stages are no longer used
 #pragma unroll
-    for (int n = 0; n < 2 * SIXTEENS; n++)
-        for (int i = 0; n < 2 * n_sixteens && i < 4; i++)
-            results[(8 * n + 2 * k + i % 2) * Room::stride + SIXTEEN * warp + t + i / 2 * 8] =
+    for (int n = 0; n < 2 * ROW_TILES; n++)
+        for (int i = 0; n < 2 * n_row_tiles && i < 4; i++)
+            results[(8 * n + 2 * k + i % 2) * Room::stride + MMA_ROWS * warp + t + i / 2 * 8] =
                 activate(o.fn, factor[0] * sum[0][n][i]) * (factor[1] * sum[1][n][i]);
-    __syncthreads();                                   // results
-    constexpr int QUADS = SIXTEEN * Room::warps / 4;
-    for (int i = thread; i < 16 * n_sixteens * QUADS; i += Room::threads) {   // the 8 lanes of a group stay together
+    __syncthreads();                                   // results are there
+    constexpr int QUADS = MMA_ROWS * Room::warps / 4;
+    for (int i = thread; i < 16 * n_row_tiles * QUADS; i += Room::threads) {   // the 8 lanes of a group stay together
         const int r = i / QUADS, c = i % QUADS * 4;
         const float4 v = *(const float4 *)(results + r * Room::stride + c);
         const bool there = r < tile.n && block_feature + c < o.rows;
@@ -4055,10 +4126,10 @@ experts_kernel(const __grid_constant__ Experts o) {
 // sum_pairs: out[r] = sum over j, ascending, of weights[r][j] * products[r][j]
 //   shapes    products (n_rows, n_used, rows), weights (n_rows, n_used), out (n_rows, rows) with row stride `stride`
 //   launch    grid (n_rows, ceil(rows / 1024)), block 256 or less: a thread takes four features
-//   traffic   reads products once, from the L2 cache as far as it holds them
+//   traffic   reads products once, from L2 as far as they fit
 __global__ void sum_pairs_kernel(const float *products, const float *weights, int n_used, int rows, float *out,
                                  int stride) {
-    take_turn();
+    wait_for_previous_kernel();
     const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (i >= rows) return;
     const size_t pair = (size_t)blockIdx.x * n_used;
@@ -4073,7 +4144,7 @@ __global__ void sum_pairs_kernel(const float *products, const float *weights, in
 
 typedef struct {              // an instance of experts_kernel
     void (*run)(Experts);
-    int    tile, warps, stages, shared;        // pairs of a tile, warps of a block, of a ring; bytes of shared memory
+    int    tile, warps, stages, shared;        // pairs of a tile, warps of a block, stages; bytes of shared memory
 } ExpertsPlan;
 
 template <bool LARGE, bool WIDE> static ExpertsPlan experts_plan_of(DType t) {
@@ -4089,7 +4160,7 @@ template <bool LARGE, bool WIDE> static ExpertsPlan experts_plan_of(DType t) {
     return (ExpertsPlan){ };
 }
 
-// Wide blocks where two of them go together on an SM; large tiles where experts have rows for them.
+// Wide blocks where two of them fit on an SM; large tiles where experts have enough rows.
 static ExpertsPlan experts_plan(DType t, bool large) {
     const bool wide = 2 * ((int)WIDE_ROOM + (int)BLOCK_SYSTEM) <= cuda.card.sm_shared;
     return large ? wide ? experts_plan_of<true, true>(t) : experts_plan_of<true, false>(t)
@@ -4103,14 +4174,14 @@ static void allow_experts(void) {
                                   "shared memory of experts");
 }
 
-// Whether the experts of a step go through experts_kernel: w, and `up` where that is a matrix of its own, with `rows`
-// output features; n_each: rows of the input for each row of the step. The others keep the kernels of few rows.
+// Does experts_kernel compute this step? w, and `up` if it is a matrix of its own, with `rows` output features; n_each:
+// rows of the input for each row of the step. If not, the kernels of few rows do.
 static bool takes_prompt(const Tensor *w, const Tensor *up, int rows, int n_rows, int n_each) {
     return n_rows > STEP_ROWS && rows % 32 == 0 && w->cols % STAGE_VALUES == 0 && w->n <= MAX_PROMPT_EXPERTS &&
            (!up || up->type == w->type) && n_each * w->cols <= cuda.lim.max_cols;
 }
 
-// Sorts the pairs; what gate and up have in common with down. y has one row for n_each pairs.
+// Sorts the pairs and sets what gate and up share with down. y has one row for n_each pairs.
 static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, const __half *y, int n_each,
                               ExpertsPlan *plan) {
     Experts o = { };
@@ -4132,7 +4203,7 @@ static Experts sorted_experts(const Tensor *w, const int32_t *ids, int n_pairs, 
 static void launch_experts(const ExpertsPlan *p, Experts *o, const Tensor *w, int n_pairs, const char *what) {
     o->n_blocks = div_up(o->rows, o->step * p->warps);
     const int blocks = o->n_blocks * most_tiles(n_pairs, w->n, p->tile);
-    tell_plan("experts", blocks, 32 * p->warps, p->shared, 0, "%d pairs, %d stages", p->tile, p->stages);
+    report_plan("experts", blocks, 32 * p->warps, p->shared, 0, "%d pairs, %d stages", p->tile, p->stages);
     launch(WRITES_ACTIVATIONS, p->run, blocks, 32 * p->warps, p->shared, *o);
     CHECK_LAUNCH("%s n_pairs=%d rows=%d cols=%d type=%d", what, n_pairs, o->rows, o->cols, (int)w->type);
 }
@@ -4142,7 +4213,7 @@ static void expert_gate_up_prompt(const ExpertGateUp *op) {
     const __half *y = prompt_input(&op->in, op->n_rows, op->gate->cols, true);
     ExpertsPlan plan;
     Experts o = sorted_experts(op->gate, op->ids, n_pairs, y, op->n_used, &plan);
-    o.step = SIXTEEN;
+    o.step = MMA_ROWS;
     o.rows = op->up ? op->gate->rows : op->gate->rows / 2;
     if (op->up) o.w[1] = planes_of(op->up), o.factor[1] = op->up->scale;
     else o.first[1] = o.rows;
@@ -4151,7 +4222,7 @@ static void expert_gate_up_prompt(const ExpertGateUp *op) {
     launch_experts(&plan, &o, op->gate, n_pairs, "expert_gate_up");
 }
 
-// As many features at a time as there is room for the products of all pairs.
+// As many features at a time as scratch holds products of all pairs.
 static void expert_down_prompt(const ExpertDown *op) {
     const int n_pairs = op->n_rows * op->n_used, rows = op->down->rows;
     const int most = (int)(PARTIAL_BYTES / sizeof(float) / n_pairs);
@@ -4159,11 +4230,11 @@ static void expert_down_prompt(const ExpertDown *op) {
     const __half *y = prompt_input(&in, n_pairs, op->down->cols, true);
     ExpertsPlan plan;
     Experts o = sorted_experts(op->down, op->ids, n_pairs, y, 1, &plan);
-    o.step = 2 * SIXTEEN;
+    o.step = 2 * MMA_ROWS;
     o.products = cuda.partial;
     const int whole = 32 * plan.warps, unit = most < whole ? 32 : whole, step = most / unit * unit;
     for (int first = 0; first < rows; first += step) {
-        o.first[0] = first, o.first[1] = first + SIXTEEN;
+        o.first[0] = first, o.first[1] = first + MMA_ROWS;
         o.rows = min_int(step, rows - first);
         launch_experts(&plan, &o, op->down, n_pairs, "expert_down");
         launch(WRITES_ACTIVATIONS, sum_pairs_kernel, dim3(op->n_rows, div_up(o.rows, 1024)),
@@ -4193,7 +4264,7 @@ static void cuda_matmul(const Matmul *o) {
     launch_jobs(&jobs, "matmul", o->n_rows);
 }
 
-// The router as one more job of a launch, on input number `source`, or on y where that is ready.
+// Adds the router to a launch, on input number `source`, or on y if that is in global memory.
 static void add_router(Jobs *jobs, const Route *o, Prepared y, int source) {
     Job job = job_of(o->w, y, o->n_rows);
     job.out = o->logits;
@@ -4251,7 +4322,7 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) {
     if (o->dense_down && !with) cuda_matmul(o->dense_down);
 }
 
-// The experts behind it read the same x', so their input is made with its own, where that is a launch.
+// The experts that follow read the same x'. If a kernel prepares the input of gate and up, it prepares theirs as well.
 static void cuda_gate_up(const GateUp *o) {
     const int cols = o->gate->cols;
     if (o->n_rows > STEP_ROWS) {
@@ -4261,7 +4332,7 @@ static void cuda_gate_up(const GateUp *o) {
         if (o->experts) cuda_expert_gate_up(o->experts);
         return;
     }
-    const Route *route = o->in.act.f || o->in.act.q ? NULL : o->route;                         // that shares the launch
+    const Route *route = o->in.act.f || o->in.act.q ? NULL : o->route;     // in the same launch
     ExpertGateUp experts = { };
     Wanted wanted[MAX_READERS] = { wanted_by(&o->in, o->gate->type, o->up->type) };
     int n = 1;
@@ -4321,7 +4392,7 @@ static void cuda_ple_inject(const PleInject *o) {
 }
 
 // ==== [7] Cache: store, commit, copy =================================================================================
-// Rows are written once, in the type of the cache, and read where they lie.
+// A row is written once, in the type of the cache, and read from there.
 
 #define KV_CODE __device__ static inline
 #define KV_LANE ((int)threadIdx.x % 32)
@@ -4335,22 +4406,23 @@ static void cuda_ple_inject(const PleInject *o) {
 
 static bool is_coded(const Cache *c) { return kv_group(c->k.type) || kv_group(c->v.type); }
 
-// Row `slot` of one head, and the scales beside it.
+// Row `slot` of one head, and its scales.
 __device__ static inline char *kv_row(const Cache &c, const KvPlane &p, int seq, int head, int slot) {
     return (char *)p.data + (((size_t)seq * c.n_kv_heads + head) * c.slots + slot) * kv_row_bytes(p.type, p.dim);
 }
 __device__ static inline uint16_t *kv_scales(const Cache &c, const KvPlane &p, int seq, int head, int slot) {
-    return (uint16_t *)p.scale + (((size_t)seq * c.n_kv_heads + head) * c.slots + slot) * (kv_scale_bytes(p.type, p.dim) / 2);
+    return (uint16_t *)p.scale +
+        (((size_t)seq * c.n_kv_heads + head) * c.slots + slot) * (kv_scale_bytes(p.type, p.dim) / 2);
 }
 
-// A cache's tail as a cache: the newest rows in f16.
+// The tail of a cache (its newest rows in f16) as a cache of its own.
 HOST_DEVICE static inline Cache tail_of(const Cache &c) {
     Cache tail = c;
     tail.k = c.k_tail, tail.v = c.v_tail, tail.slots = c.tail_slots;
     return tail;
 }
 
-// Four values as halves, the first one lowest.
+// Four values as halves, the first one in the low bits.
 __device__ static inline uint2 halves_of(float4 v) {
     const __half2 h[2] = { __halves2half2(__float2half_rn(v.x), __float2half_rn(v.y)),
                            __halves2half2(__float2half_rn(v.z), __float2half_rn(v.w)) };
@@ -4359,7 +4431,7 @@ __device__ static inline uint2 halves_of(float4 v) {
     return both;
 }
 
-// Values i .. i + 3 of a row; i is a multiple of 4.
+// Writes values i .. i + 3 of a row; i is a multiple of 4.
 __device__ static inline void kv_write4(const KvPlane &p, char *row, int i, float4 v) {
     if (p.type == KV_F32) {
         *(float4 *)((float *)row + i) = v;
@@ -4372,13 +4444,13 @@ __device__ static inline void kv_write4(const KvPlane &p, char *row, int i, floa
     }
 }
 
-// What f16 leaves of four values.
-__device__ static inline float4 behind(float4 v) {
+// What remains of four values after they are rounded to f16.
+__device__ static inline float4 half_residue(float4 v) {
     auto less = [](float v) { return __fsub_rn(v, __half2float(__float2half_rn(v))); };
     return make_float4(less(v.x), less(v.y), less(v.z), less(v.w));
 }
 
-// Values i and i + 1 of a row, in its basis; i is even.   scales: beside it
+// Values i and i + 1 of a row as stored (quantised rows are Hadamard-rotated); i is even.   scales: of the row
 __device__ static inline float2 kv_read2(KvType t, const char *row, const uint16_t *scales, int i) {
     if (kv_group(t)) return make_float2(kv_value(t, row, scales, i), kv_value(t, row, scales, i + 1));
     if (t == KV_F32) return *(const float2 *)((const float *)row + i);
@@ -4386,19 +4458,19 @@ __device__ static inline float2 kv_read2(KvType t, const char *row, const uint16
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)row + i));
 }
 
-// Where value i of a head goes in the tied order (gemma4.h, Cache).
+// The place of value i of a head in the tied order (gemma4.h, Cache).
 __device__ static inline int tied_place(int i, int head_dim, int n_rot) {
     const int half = head_dim / 2, second = i >= half, j = i - second * half;
     return j < n_rot ? second * n_rot + j : 2 * n_rot + second * (half - n_rot) + j - n_rot;
 }
 
 // ---- one head of q, k or v, held by a warp ----
-// Attention makes q and the rows of the step itself where they are few, from the same functions: the bits are those of
-// qkv_store. Every operation is spelt out, so that no compiler contracts one of them here and not there.
+// If a step has few rows, attention itself makes q and the new rows of K and V with the same functions, so the bits are
+// those of qkv_store. Every rounding is written out, so the compiler contracts the same way everywhere.
 
-// Lane l holds values 4 l + 128 m + 0..3 (lo) and the same behind the first half of the head (hi), so both of a pair,
-// where they are below half = head_dim / 2; M of each suffice. What lies behind the end is 0. Heads are multiples of 8
-// values, the pairs that turn of 4.
+// Lane l holds values 4 l + 128 m + 0..3 of the first half of the head (lo) and of the second half (hi): both members
+// of a RoPE pair. M of each cover half = head_dim / 2 values. Values after the end are 0. A head is a multiple of 8
+// values; the number of pairs that RoPE rotates is a multiple of 4.
 template <int M> struct HeadValues { float4 lo[M], hi[M]; };
 
 __device__ static inline float4 times(float4 a, float4 b) {
@@ -4414,7 +4486,7 @@ template <int M> __device__ static inline void head_load(HeadValues<M> &x, const
     }
 }
 
-// w * u / rms(u); w == NULL: 1.
+// u becomes w * u / rms(u); w == NULL: w is 1.
 template <int M> __device__ static inline void head_norm(HeadValues<M> &x, const float *w, int half, float eps) {
     float ss = 0;
     auto add = [&](float lo, float hi) { ss = __fmaf_rn(hi, hi, __fmaf_rn(lo, lo, ss)); };
@@ -4438,17 +4510,17 @@ template <int M> __device__ static inline void head_norm(HeadValues<M> &x, const
     }
 }
 
-// Cosine and sine of the angle pos * inv_freq of a pair. The angle is reduced to a part of a turn in f64, the rest is
-// f32.
+// Cosine and sine of the angle pos * inv_freq of a pair. The angle is reduced to a part of a revolution in f64; the
+// rest is f32.
 __device__ static inline void angle_of(double inv_freq, int pos, float *cosine, float *sine) {
-    const double turns = __dmul_rn(__dmul_rn(pos, inv_freq), 0.15915494309189535);
-    sincospif(2 * (float)(turns - rint(turns)), sine, cosine);
+    const double revolutions = __dmul_rn(__dmul_rn(pos, inv_freq), 0.15915494309189535);
+    sincospif(2 * (float)(revolutions - rint(revolutions)), sine, cosine);
 }
 
-// Pairs turn by their angles: cosines (half) and behind them sines, in shared memory. One table serves all heads of a
-// row.
-template <int M> __device__ static inline void head_turn(HeadValues<M> &x, const float *angles, int n_pairs, int half) {
-    auto turn = [](float &p, float &q, float cosine, float sine) {
+// RoPE: rotates the pairs by their angles: `half` cosines, then `half` sines, in shared memory. One table serves all
+// heads of a row.
+template <int M> __device__ static inline void head_rope(HeadValues<M> &x, const float *angles, int n_pairs, int half) {
+    auto rotate = [](float &p, float &q, float cosine, float sine) {
         const float u = p, v = q;
         p = __fmaf_rn(u, cosine, -__fmul_rn(v, sine));
         q = __fmaf_rn(u, sine, __fmul_rn(v, cosine));
@@ -4458,15 +4530,15 @@ template <int M> __device__ static inline void head_turn(HeadValues<M> &x, const
         const int i = 4 * (threadIdx.x % 32) + 128 * m;
         if (i >= n_pairs) continue;
         const float4 cosine = *(const float4 *)(angles + i), sine = *(const float4 *)(angles + half + i);
-        turn(x.lo[m].x, x.hi[m].x, cosine.x, sine.x);
-        turn(x.lo[m].y, x.hi[m].y, cosine.y, sine.y);
-        turn(x.lo[m].z, x.hi[m].z, cosine.z, sine.z);
-        turn(x.lo[m].w, x.hi[m].w, cosine.w, sine.w);
+        rotate(x.lo[m].x, x.hi[m].x, cosine.x, sine.x);
+        rotate(x.lo[m].y, x.hi[m].y, cosine.y, sine.y);
+        rotate(x.lo[m].z, x.hi[m].z, cosine.z, sine.z);
+        rotate(x.lo[m].w, x.hi[m].w, cosine.w, sine.w);
     }
 }
 
-// f(place in the cache's order, number in the head, four values) for all values of the head. n_rot 0: places are
-// numbers.
+// Calls f(place in the cache's order, index in the head, four values) for all values of a head. n_rot 0: both are
+// equal.
 template <int M, typename F> __device__ static inline void head_each(const HeadValues<M> &x, int half, int n_rot, F f) {
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -4477,7 +4549,7 @@ template <int M, typename F> __device__ static inline void head_each(const HeadV
     }
 }
 
-// Values i .. i + 3 of a query. Tied: the unrotated part of K is r * fold, so fold goes into q.
+// Values i .. i + 3 of a query. Tied: the part of K without RoPE is r * fold; q is multiplied with fold instead.
 __device__ static inline float4 folded(int n_rot, const float *fold, int half, int i, float4 v) {
     return n_rot && (i < half ? i : i - half) >= n_rot ? times(v, *(const float4 *)(fold + i)) : v;
 }
@@ -4486,16 +4558,16 @@ static __device__ inline void dump_head(float *dump, size_t at, const HeadValues
     if (dump) head_each(x, half, 0, [&](int, int i, float4 v) { *(float4 *)(dump + at + i) = v; });
 }
 
-// Warps that share the rows of a plane: one a head, or one a group of a quantised type.
+// Warps that write a head of a plane: one, or one for each group of 128 values of a quantised type.
 HOST_DEVICE static inline int groups_of(const KvPlane &p) { return kv_group(p.type) ? p.dim / KV_ROTATION : 1; }
 
-// Room of a warp for a head on its way to the basis of quantised rows and to codes.
+// Shared memory of a warp that rotates and encodes a head.
 typedef struct { float y[512]; uint8_t code[KV_ROTATION]; } StoreRoom;
 
-// A row of K or V, or one group of it where the plane is quantised, to its slot and to the tail. x: the head.
+// Writes a row of K or V (of a quantised plane: one group of it) to its slot and to the tail. x: the head.
 template <bool CODED, int M>
-__device__ static inline void store_row(const HeadValues<M> &x, const Cache &c, const Cache &dst, bool is_k, int seq, int h,
-                                        int slot, int tail_slot, int group, StoreRoom *room) {
+__device__ static inline void store_row(const HeadValues<M> &x, const Cache &c, const Cache &dst, bool is_k, int seq,
+                                        int h, int slot, int tail_slot, int group, StoreRoom *room) {
     const KvPlane &p = is_k ? dst.k : dst.v;
     const int half = c.head_dim / 2, lane = threadIdx.x % 32;
     char *row = kv_row(dst, p, seq, h, slot);
@@ -4518,16 +4590,17 @@ __device__ static inline void store_row(const HeadValues<M> &x, const Cache &c, 
               kv_scales(dst, p, seq, h, slot) + group * KV_ROTATION / kv_group(p.type));
 }
 
-// qkv_store: head norms, rope, order and basis of the cache, write. A warp takes a head of q, or of K, or of V, of which
-// in quantised types it writes one group of 128 values.
+// qkv_store: head norms, RoPE, order of the cache, Hadamard rotation, write. A warp handles a head of q, K or V; in
+// quantised types one group of 128 values of it.
 //   shapes    as QkvStore; head_dim <= 512, a multiple of 8
-//   launch    grid (n_rows, ceil(((q ? n_heads : 0) + (k ? n_kv_heads * (groups_of(k) + groups_of(v)) : 0)) / 4)), block 128
+//   launch    grid (n_rows, ceil(warps / 4)), block 128; warps: a head of q each, and for every KV head groups_of(k) +
+//             groups_of(v)
 //   traffic   reads and writes q, reads k and v (CODED: once per group), writes a row of each plane
-//   numerics  f32; angles are reduced to a turn in f64, sine and cosine are f32, made once for the four heads
+//   numerics  f32; angles are reduced to a revolution in f64; sine and cosine are f32, made once for the four heads
 //   see       cpu_qkv_store
 template <bool CODED>
 __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool staged) {
-    take_turn();
+    wait_for_previous_kernel();
     __shared__ __align__(16) float angles[512];
     __shared__ __align__(16) StoreRoom rooms[CODED ? 4 : 1];
     const int hd = c.head_dim, half = hd / 2, r = blockIdx.x, n_q = o.q ? o.n_heads : 0, n_kv = o.k ? c.n_kv_heads : 0;
@@ -4544,19 +4617,20 @@ __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool s
     HeadValues<2> x;
     if (job < n_q) {
         const size_t at = ((size_t)r * n_q + job) * hd;
-        const bool turns = CODED && kv_group(c.k.type);
-        float *q = o.q + at, *to_q = turns ? room->y : q;
+        const bool rotates = CODED && kv_group(c.k.type);
+        float *q = o.q + at, *to_q = rotates ? room->y : q;
         head_load(x, q, half);
         head_norm(x, o.w_q, half, o.eps);
         dump_head(o.dump_q, at, x, half);
-        head_turn(x, angles, o.rope.n_pairs, half);
+        head_rope(x, angles, o.rope.n_pairs, half);
         dump_head(o.dump_q_pos, at, x, half);
-        // in place: all was loaded before norm had its sum
+        // in place: all values were loaded before the norm's sum was known
         head_each(x, half, c.n_rot, [&](int to, int i, float4 v) {
             *(float4 *)(to_q + to) = folded(c.n_rot, c.fold, half, i, v);
         });
-        for (int g = 0; turns && g < hd; g += KV_ROTATION) kv_rotate(room->y + g, 0.125f);
-        for (int i = 4 * (threadIdx.x % 32); turns && i < hd; i += 128) *(float4 *)(q + i) = *(const float4 *)(room->y + i);
+        for (int g = 0; rotates && g < hd; g += KV_ROTATION) kv_rotate(room->y + g, 0.125f);
+        for (int i = 4 * (threadIdx.x % 32); rotates && i < hd; i += 128)
+            *(float4 *)(q + i) = *(const float4 *)(room->y + i);
         return;
     }
     const bool is_k = job - n_q < k_jobs;
@@ -4568,50 +4642,61 @@ __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool s
     if (is_k || o.v_norm) head_norm(x, is_k ? o.w_k : NULL, half, o.eps);
     if (group == 0) dump_head(is_k ? o.dump_k : o.dump_v, at, x, half);
     if (is_k) {
-        head_turn(x, angles, o.rope.n_pairs, half);
+        head_rope(x, angles, o.rope.n_pairs, half);
         if (group == 0) dump_head(o.dump_k_pos, at, x, half);
     }
     const bool in_tail = CODED && c.tail_slots && row.index >= seg.n - c.tail_slots;
-    store_row<CODED>(x, c, dst, is_k, staged ? 0 : seg.seq, h, slot, in_tail ? (len + row.index) % c.tail_slots : -1, group,
-                     room);
+    const int tail_slot = in_tail ? (len + row.index) % c.tail_slots : -1;
+    store_row<CODED>(x, c, dst, is_k, staged ? 0 : seg.seq, h, slot, tail_slot, group, room);
 }
 static void cuda_qkv_store(const QkvStore *o) {
     const Cache *c = o->cache, *dst = o->staging ? o->staging : c;
     const int heads = (o->q ? o->n_heads : 0) + (o->k ? c->n_kv_heads * (groups_of(dst->k) + groups_of(dst->v)) : 0);
     if (c->head_dim > 512 || c->head_dim % 8 || c->n_rot % 4 || o->rope.n_pairs % 4)
-        cuda_die("qkv_store: heads of %d values, %d pairs of which turn, are not supported", c->head_dim, o->rope.n_pairs);
+        cuda_die("qkv_store: heads of %d values, %d pairs with RoPE, are not supported", c->head_dim, o->rope.n_pairs);
     if (!heads) return;
     launch(WRITES_ACTIVATIONS | WRITES_CACHE, is_coded(c) ? qkv_store_kernel<true> : qkv_store_kernel<false>,
            dim3(o->batch->n_rows, div_up(heads, 4)), 128, 0, *o, *o->batch, *c, *dst, o->staging != NULL);
     CHECK_LAUNCH("qkv_store n_rows=%d heads=%d head_dim=%d", o->batch->n_rows, heads, c->head_dim);
 }
 
-enum { CACHES_AT_ONCE = 12 }; // that travel as arguments of one launch
+enum { CACHES_AT_ONCE = 12 }; // caches that fit in the arguments of one launch
 typedef struct { Cache c[CACHES_AT_ONCE]; } Caches;
 
-// The part of a plane that kv_move and kv_copy see: rows of head `head` of a session, of n words of 16 bits each.
+// One field of a plane as kv_move sees it: the rows, or their scales, of head `head` of a session, n words of 16 bits
+// each.
 typedef struct { uint16_t *rows; int n; } KvWords;
 
-// Part 0: the rows, 1: their scales.
-__device__ static inline KvWords words_of(const Cache &c, const KvPlane &p, int part, int seq, int head) {
-    if (part) return (KvWords){ kv_scales(c, p, seq, head, 0), (int)(kv_scale_bytes(p.type, p.dim) / 2) };
+__device__ static inline KvWords words_of(const Cache &c, const KvPlane &p, bool scales, int seq, int head) {
+    if (scales) return (KvWords){ kv_scales(c, p, seq, head, 0), (int)(kv_scale_bytes(p.type, p.dim) / 2) };
     return (KvWords){ (uint16_t *)kv_row(c, p, seq, head, 0), (int)(kv_row_bytes(p.type, p.dim) / 2) };
 }
 
-// kv_move: rows of accepted tree paths to slots len, len + 1, ... Paths ascend and a thread stays with its word of a
-// row, so nothing is overwritten unread.
-//   launch    grid (n_segs, caches, kv heads), block 256: a thread takes words of 16 bits of both planes, and of the tail's
+// kv_move: moves the rows of an accepted tree path to slots len, len + 1, ...
+//   launch    grid (n_segs, caches, kv heads), block 256: a thread moves one word of 16 bits of every row
+//   traffic   reads and writes the accepted rows once
 //   see       cpu_kv_commit
+//
+// Example: len = 10, a ring of 12 slots, path = rows 0, 2, 5 of the segment:
+//
+//     slot     10   11   0    1    2    3           row i lies in slot (len + i) % slots
+//     before   r0   r1   r2   r3   r4   r5
+//     after    r0   r2   r5   ..                    row path[k] moves to slot (len + k) % slots
+//
+// path[k] ascends, so path[k] >= k: step k overwrites row k, which no later step reads. A thread moves its word in all
+// steps, so no barrier is needed. The fields of a cache, and of its tail, are numbered:
+//
+//     field   0 K rows   1 K scales   2 V rows   3 V scales   4..7 the same of the tail
 __global__ void kv_move_kernel(Batch b, const __grid_constant__ Caches caches, const int32_t *n_accept,
                                const int32_t *path) {
-    take_turn();
+    wait_for_previous_kernel();
     const Segment seg = b.segs[blockIdx.x];
     const Cache &cache = caches.c[blockIdx.y];
     if (seg.kind != SEG_TREE || (int)blockIdx.z >= cache.n_kv_heads) return;
     const int len = b.len[seg.seq];
-    for (int part = 0; part < (cache.tail_slots ? 8 : 4); part++) {    // of k, v, and those of the tail
-        const Cache c = part < 4 ? cache : tail_of(cache);
-        const KvWords w = words_of(c, part / 2 % 2 ? c.v : c.k, part % 2, seg.seq, blockIdx.z);
+    for (int field = 0; field < (cache.tail_slots ? 8 : 4); field++) {
+        const Cache c = field < 4 ? cache : tail_of(cache);
+        const KvWords w = words_of(c, field / 2 % 2 ? c.v : c.k, field % 2, seg.seq, blockIdx.z);
         for (int i = threadIdx.x; i < w.n; i += blockDim.x)
             for (int k = 0; k < n_accept[blockIdx.x]; k++) {
                 const int from = path[blockIdx.x * STEP_ROWS + k];
@@ -4620,9 +4705,10 @@ __global__ void kv_move_kernel(Batch b, const __grid_constant__ Caches caches, c
     }
 }
 
-// kv_lengths: counts and len, after everything that reads len.   launch: grid n_segs, block 32
+// kv_lengths: adds the accepted tokens to counts and len, after all kernels that read len.   launch: grid n_segs, block
+// 32
 __global__ void kv_lengths_kernel(Batch b, const int32_t *n_accept, const int32_t *path, int32_t *counts, int vocab) {
-    take_turn();
+    wait_for_previous_kernel();
     const Segment seg = b.segs[blockIdx.x];
     const int n = n_accept[blockIdx.x];
     for (int k = threadIdx.x; counts && k < n; k += 32) {
@@ -4650,19 +4736,21 @@ static void cuda_kv_commit(const KvCommit *o) {
     CHECK_LAUNCH("kv_commit n_segs=%d", o->batch->n_segs);
 }
 
-// kv_copy: stage -> ring, the last min(n, slots) rows of every segment.
+// kv_copy: staged rows -> ring, the last min(n, slots) rows of every segment.
 //   shapes    a row of a head is a multiple of 16 bytes
-//   launch    grid n_rows, block 256: one row of the step, 16 bytes of all its heads a thread, and then 2 bytes of scales
+//   launch    grid n_rows, block 256: one row of the step; threads copy 16 bytes of its heads, then 2 bytes of scales
+//   traffic   reads and writes every copied row once
 //   see       cpu_kv_copy
 __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
-    take_turn();
+    wait_for_previous_kernel();
     const Row row = b.rows[blockIdx.x];
     const Segment seg = b.segs[row.seg];
     if (row.index < seg.n - c.slots) return;
     const int slot = (b.len[seg.seq] + row.index) % c.slots, from_slot = seg.first + row.index;
     for (int plane = 0; plane < 2; plane++) {
         const KvPlane &p = plane ? c.v : c.k, &from = plane ? stage.v : stage.k;
-        const int words = (int)(kv_row_bytes(p.type, p.dim) / sizeof(uint4)), scales = (int)(kv_scale_bytes(p.type, p.dim) / 2);
+        const int words = (int)(kv_row_bytes(p.type, p.dim) / sizeof(uint4));
+        const int scales = (int)(kv_scale_bytes(p.type, p.dim) / 2);
         for (int i = threadIdx.x; i < c.n_kv_heads * words; i += blockDim.x)
             ((uint4 *)kv_row(c, p, seg.seq, i / words, slot))[i % words] =
                 ((const uint4 *)kv_row(stage, from, 0, i / words, from_slot))[i % words];
@@ -4677,123 +4765,132 @@ static void cuda_kv_copy(const KvCopy *o) {
 }
 
 // ==== [8] Attention ==================================================================================================
-// Keys are numbered as they lie in the cache, committed positions first, then the rows of the step: number j below len
-// is position j, len + i is row i of the segment. They are cut into tiles of KEYS, aligned to number 0; some tiles in a
-// row are a span, and span s belongs to part s mod parts. A block takes one part, its tiles upwards. What the parts
-// found is put together in the order of their spans. All this follows from the shape of the cache alone, so a row's
-// result depends neither on the other rows of the step, nor on how many of the keys before it are committed already,
-// nor on the card.
+// Keys are numbered in the order of the cache: committed positions, then the rows of the step. Key j below len is
+// position j, key len + i is row i of the segment. Tiles of KEYS keys are aligned to key 0; 2^span_bits tiles are a
+// span; span s belongs to split s mod n. A block computes one split, its tiles in ascending order; then the splits are
+// combined in the order of their spans. All this follows from the shape of the cache alone. So a row's result depends
+// neither on the other rows of the step, nor on how many keys are committed already, nor on the card.
 //
-// Prompts go through flash, in one part. Otherwise three kernels find what a part has to say: on tensor cores
-// attend_half for caches of f16 and attend_coded for those of quantised types, which flash takes as well, and
-// attend_plain for what these do not take. The parts are put together by the last block of a head to come, or where
-// they are large by a launch that spreads them.
+// Example: spans of 2 tiles, 3 splits, a row that sees keys 100..299, that is tiles 3..9:
+//
+//     tile     0  1  |  2  3  |  4  5  |  6  7  |  8  9  | 10 11
+//     span       0   |    1   |    2   |    3   |    4   |   5
+//     split      0   |    1   |    2   |    0   |    1   |   2
+//     seen           |     x  |  x  x  |  x  x  |  x  x  |            spans_of: first 1, n 4, first_split 1, live 3
+//
+//     split 1: spans 1 and 4, its tiles are number 0..3 = 2, 3, 8, 9; it begins at number 1   (split_tiles: from 1, to
+//     4)
+//
+// Prompts use flash_kernel, with one split. Other steps use one of three kernels: attend_half_kernel on tensor cores
+// for caches in f16, attend_coded_kernel for caches of quantised types (which flash_kernel reads as well),
+// attend_plain_kernel for all others. The last block of a head to finish combines the splits; where they are large,
+// attend_join_kernel does.
 
 enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 8,
-       MAX_STAGES = 4,        // tiles under way in a block
-       FUSED_ROWS = 8,        // up to so many rows, attention makes q and the new rows of K and V itself
-       RING_SLOTS = 2048,     // a cache up to this size is taken for a ring, which is in sight as a whole
-       // Parts times KV heads of a long cache: a block for each SM of a large card; where K is V but for what turns, a
-       // tile of f16 is small, and there are two blocks.
+       MAX_STAGES = 4,        // of the pipeline buffer of a block
+       FUSED_ROWS = 8,        // up to this many rows, attention itself makes q and the new rows of K and V
+       RING_SLOTS = 2048,     // a cache up to this size is treated as a ring, of which all keys may be visible
+       // Splits times KV heads of a long cache: a block for each SM of a large card. A tile of tied f16 is small, there
+       // are two blocks.
        FULL_GRID = 128,
-       MAX_PARTS = FULL_GRID,
-       JOIN_BYTES = 320 << 10 };       // parts of a block's columns that its last block puts together
+       MAX_SPLITS = FULL_GRID,
+       JOIN_BYTES = 320 << 10 };       // bytes of the splits of a block's columns that its last block combines
 
-typedef struct {              // how the tiles of a cache are dealt out
-    int     parts, span_bits; // 2^span_bits tiles in a span
-    Divisor by_parts;
-} Split;
+typedef struct {              // how the tiles of a cache are dealt to splits
+    int     n, span_bits;     // 2^span_bits tiles in a span
+    Divisor by_n;
+} Splits;
 
-static Split split_of(const Cache *c, int n_rows) {
-    Split s = { 1, 0, divisor(1) };
+static Splits plan_splits(const Cache *c, int n_rows) {
+    Splits s = { 1, 0, divisor(1) };
     if (n_rows > STEP_ROWS) return s;                  // rows enough to fill the device
     if (c->slots > RING_SLOTS) {
-        s.parts = min_int(MAX_PARTS, max_int(1, (c->n_rot && !is_coded(c) ? 2 : 1) * FULL_GRID / c->n_kv_heads));
+        s.n = min_int(MAX_SPLITS, max_int(1, (c->n_rot && !is_coded(c) ? 2 : 1) * FULL_GRID / c->n_kv_heads));
     } else {
         s.span_bits = c->n_kv_heads > 8 ? 2 : 1;
-        s.parts = div_up(c->slots / KEYS, 1 << s.span_bits);
+        s.n = div_up(c->slots / KEYS, 1 << s.span_bits);
     }
-    s.by_parts = divisor(s.parts);
+    s.by_n = divisor(s.n);
     return s;
 }
 
-typedef struct {              // a row of the step and what it sees
+typedef struct {              // a row of the step, and the keys that it sees
     int seg, seq, seg_first, kind, len, index, pos;
-    int first;                // lowest position in sight
-    int low, end;             // keys in sight are among low .. end - 1
+    int first;                // lowest visible position
+    int low, end;             // visible keys are among low .. end - 1
     uint64_t ancestors;
-} Sight;
+} RowMask;
 
-// With one segment and one session no load has to wait for another.
-__device__ static inline Sight look(const Batch &b, int n_seqs, int window, OwnMask own, int r) {
+// With one segment and one session, no load waits for another.
+__device__ static inline RowMask row_mask(const Batch &b, int n_seqs, int window, OwnMask own, int r) {
     const Row row = b.rows[r];
     const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];
     const int len = b.len[n_seqs == 1 ? 0 : seg.seq], pos = len + row.depth;
     const int first = window ? max(0, pos - window + 1) : 0;
     int n_own = own == OWN_ALL ? seg.n : row.index + 1;
     if (own == OWN_NONE) n_own = 0;
-    return (Sight){ row.seg, seg.seq, seg.first, seg.kind, len, row.index, pos, first, min(first, len), len + n_own,
+    return (RowMask){ row.seg, seg.seq, seg.first, seg.kind, len, row.index, pos, first, min(first, len), len + n_own,
                     row.ancestors };
 }
 
-__device__ static inline bool in_sight(const Sight &v, OwnMask own, int j) {
+__device__ static inline bool is_visible(const RowMask &v, OwnMask own, int j) {
     if (j >= v.end) return false;
     if (j < v.len) return j >= v.first;
     if (own == OWN_ALL) return true;
     return v.kind == SEG_TREE ? v.ancestors >> (j - v.len) & 1 : j >= v.first;
 }
 
-typedef struct {              // spans that hold keys low .. end - 1: first, first + 1, ..
+typedef struct {              // the spans that hold keys low .. end - 1: first, first + 1, ...
     int first, n;
-    int first_part, live;     // parts that have some of them: first mod parts, and those that follow it
+    int first_split, live;    // splits that have some of them: first mod n, and those that follow it
 } Spans;
 
-__device__ static inline Spans spans_of(int low, int end, const Split &s) {
+__device__ static inline Spans spans_of(int low, int end, const Splits &s) {
     if (end <= low) return (Spans){ 0, 0, 0, 0 };
     const int first = (low / KEYS) >> s.span_bits, n = (((end - 1) / KEYS) >> s.span_bits) - first + 1;
-    return (Spans){ first, n, rest(first, s.by_parts), min(n, s.parts) };
+    return (Spans){ first, n, modulo(first, s.by_n), min(n, s.n) };
 }
 
-typedef struct {              // the tiles of one part: number k, from <= k < to, is tile_of(k)
+typedef struct {              // the tiles of one split: number k, from <= k < to, is tile_of(k)
     int span, from, to;
-} Share;
+} SplitTiles;
 
-__device__ static inline Share share_of(const Spans &s, int low, int end, const Split &split, int part) {
-    const int skip = part - s.first_part + (part < s.first_part ? split.parts : 0), bits = split.span_bits;
-    if (skip >= s.n) return (Share){ 0, 0, 0 };
-    const int n = quotient(s.n - 1 - skip, split.by_parts) + 1, span = s.first + skip;
-    const int last = span + (n - 1) * split.parts;
+__device__ static inline SplitTiles split_tiles(const Spans &s, int low, int end, const Splits &splits, int split) {
+    const int skip = split - s.first_split + (split < s.first_split ? splits.n : 0), bits = splits.span_bits;
+    if (skip >= s.n) return (SplitTiles){ 0, 0, 0 };
+    const int n = quotient(s.n - 1 - skip, splits.by_n) + 1, span = s.first + skip;
+    const int last = span + (n - 1) * splits.n;
     const int before = max(0, low / KEYS - (span << bits));
-    const int behind = max(0, ((last + 1) << bits) - 1 - (end - 1) / KEYS);
-    return (Share){ span, before, (n << bits) - behind };
+    const int after = max(0, ((last + 1) << bits) - 1 - (end - 1) / KEYS);
+    return (SplitTiles){ span, before, (n << bits) - after };
 }
 
-__device__ static inline int tile_of(const Share &s, const Split &split, int k) {
-    return ((s.span + (k >> split.span_bits) * split.parts) << split.span_bits) + (k & ((1 << split.span_bits) - 1));
+__device__ static inline int tile_of(const SplitTiles &s, const Splits &splits, int k) {
+    return ((s.span + (k >> splits.span_bits) * splits.n) << splits.span_bits) + (k & ((1 << splits.span_bits) - 1));
 }
 
-// ---- parts put together ----
-// For each query head a part leaves (head_dim) values, and the largest score and the sum of weights that belong to
-// them. A head is the sum of weight * values over the parts in the order of their spans, divided by the sum of all
-// weights.
+// ---- combining splits ----
+// For each query head a split leaves (head_dim) values, the maximum of its scores and the sum of its weights. A head is
+// the sum of weight * values over the splits in the order of their spans, divided by the sum of all weights.
 
-__device__ static inline int part_of(const Spans &s, int parts, int k) {
-    return s.first_part + k < parts ? s.first_part + k : s.first_part + k - parts;
+__device__ static inline int nth_split(const Spans &s, int n_splits, int k) {
+    return s.first_split + k < n_splits ? s.first_split + k : s.first_split + k - n_splits;
 }
 
-// One head, by a warp: weights of its parts in their order, and 1 / (sum of all), 0 where nothing was in sight.
-//   stats (parts) of the head;   weights (live) in shared memory, to be seen after a barrier of those who read them
-__device__ static inline float weigh_parts(float2 *weights, const float2 *stats, const Spans &s, int parts) {
+// Weights of the splits of one head in their order, by a warp; returns 1 / (sum of all weights), or 0 if no key was
+// visible.
+//   stats (splits) of the head;   weights (live) in shared memory; readers need a barrier
+__device__ static inline float weigh_splits(float2 *weights, const float2 *stats, const Spans &s, int n_splits) {
     float top = -INFINITY, sum = 0;
 #pragma unroll 1
     for (int k = threadIdx.x % 32; k < s.live; k += 32) {
-        weights[k] = __ldcg(stats + part_of(s, parts, k));             // each lane comes back to its own
+        weights[k] = __ldcg(stats + nth_split(s, n_splits, k));        // a lane reads only its own entries
         top = fmaxf(top, weights[k].x);
     }
     top = warp_max(top);
 #pragma unroll 1
     for (int k = threadIdx.x % 32; k < s.live; k += 32) {
-        const float w = weights[k].y == 0 ? 0 : expf(weights[k].x - top);              // a part may have seen nothing
+        const float w = weights[k].y == 0 ? 0 : expf(weights[k].x - top);      // a split may have seen no key
         sum = __fmaf_rn(w, weights[k].y, sum);
         weights[k].x = w;
     }
@@ -4801,8 +4898,8 @@ __device__ static inline float weigh_parts(float2 *weights, const float2 *stats,
     return sum == 0 ? 0 : __frcp_rn(sum);
 }
 
-// Values of one head as Act at `at` .. at + 3 of lane; a group is 8 lanes. All lanes of the warp.
-__device__ static inline void put_four(const Act &out, size_t at, float4 y) {
+// Stores four values of one head as Act, at `at` .. at + 3; by all lanes of a warp, 8 lanes hold a group.
+__device__ static inline void store_four(const Act &out, size_t at, float4 y) {
     if (out.f) *(float4 *)(out.f + at) = y;
     if (!out.q) return;
     float s;
@@ -4810,58 +4907,59 @@ __device__ static inline void put_four(const Act &out, size_t at, float4 y) {
     if (threadIdx.x % 8 == 0) out.s[at / 32] = s;
 }
 
-// Where a head has the value at `place` of the tied order.
+// The index in the head of the value at `place` in the tied order.
 __device__ static inline int tied_value(int place, int head_dim, int n_rot) {
     const int half = head_dim / 2, rest = place - 2 * n_rot, second = rest < 0 ? place >= n_rot : rest >= half - n_rot;
     return second * half + (rest < 0 ? place - second * n_rot : n_rot + rest - second * (half - n_rot));
 }
 
-// attend_join: the parts of all query heads put together, as Act.
-//   shapes    values (n_rows, n_heads, parts, head_dim), stats (n_rows, n_heads, parts), out (n_rows, n_heads,
-//             head_dim). TURNED: values are in the basis of quantised rows
-//   launch    grid (n_rows, n_heads, ceil(head_dim / VALUES)), block 128: 64 values, or 128 that are turned together,
-//             of which all parts come to shared memory at once: dynamic, 4 * parts * VALUES
-//   traffic   reads once what parts with a key in sight wrote
+// attend_join: combines the splits of all query heads, result as Act.
+//   shapes    values (n_rows, n_heads, splits, head_dim), stats (n_rows, n_heads, splits), out (n_rows, n_heads,
+//             head_dim). ROTATED: values are Hadamard-rotated
+//   launch    grid (n_rows, n_heads, ceil(head_dim / VALUES)), block 128: 64 values, or 128 that are rotated back
+//             together; dynamic shared memory 4 * splits * VALUES, for all splits at once
+//   traffic   reads once what the splits with a visible key wrote
 //   see       cpu_attend
-HOST_DEVICE static constexpr int join_values(bool turned) { return turned ? KV_ROTATION : 64; }
-template <bool TURNED>
-__global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cache c, Split split, const float *values,
+HOST_DEVICE static constexpr int join_values(bool rotated) { return rotated ? KV_ROTATION : 64; }
+template <bool ROTATED>
+__global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cache c, Splits splits,
+                                                          const float *values,
                                                           const float2 *stats) {
-    constexpr int VALUES = join_values(TURNED);
-    take_turn();
-    float *x = (float *)shared_bytes;                  // (parts, VALUES)
-    __shared__ __align__(16) float turned[TURNED ? VALUES : 4];
-    __shared__ float2 weights[MAX_PARTS];
+    constexpr int VALUES = join_values(ROTATED);
+    wait_for_previous_kernel();
+    float *x = (float *)shared_bytes;                  // (splits, VALUES)
+    __shared__ __align__(16) float rotated[ROTATED ? VALUES : 4];
+    __shared__ float2 weights[MAX_SPLITS];
     __shared__ float scale;
     const int hd = c.head_dim, first = blockIdx.z * VALUES, chunk = threadIdx.x % (VALUES / 4);
     const size_t head = (size_t)blockIdx.x * o.n_heads + blockIdx.y;
-    const Sight v = look(b, c.n_seqs, o.window, o.own, blockIdx.x);
-    const Spans spans = spans_of(v.low, v.end, split);
-    if (first + 4 * chunk < hd) {                      // back from the tied order, if that can be here
-        const int place = c.n_rot && !TURNED ? tied_place(first + 4 * chunk, hd, c.n_rot) : first + 4 * chunk;
+    const RowMask v = row_mask(b, c.n_seqs, o.window, o.own, blockIdx.x);
+    const Spans spans = spans_of(v.low, v.end, splits);
+    if (first + 4 * chunk < hd) {                      // to the tied order, where the values are in it
+        const int place = c.n_rot && !ROTATED ? tied_place(first + 4 * chunk, hd, c.n_rot) : first + 4 * chunk;
 #pragma unroll 1
         for (int k = threadIdx.x / (VALUES / 4); k < spans.live; k += 128 / (VALUES / 4))
             copy_ahead(&x[k * VALUES + 4 * chunk],
-                       values + (head * split.parts + part_of(spans, split.parts, k)) * hd + place);
+                       values + (head * splits.n + nth_split(spans, splits.n, k)) * hd + place);
     }
     copy_commit();
     if (threadIdx.x < 32) {
-        const float s = weigh_parts(weights, stats + head * split.parts, spans, split.parts);
+        const float s = weigh_splits(weights, stats + head * splits.n, spans, splits.n);
         if (threadIdx.x == 0) scale = s;
     }
-    copied<0>();
+    wait_for_copies<0>();
     __syncthreads();
     int i = first + threadIdx.x;
     if (threadIdx.x >= VALUES || i - i % 32 >= hd) return;
     float sum = 0;
 #pragma unroll 4
     for (int k = 0; k < spans.live; k++) sum = __fmaf_rn(weights[k].x, x[k * VALUES + threadIdx.x], sum);
-    if (TURNED) {                                      // all threads are here
-        turned[threadIdx.x] = sum;
+    if (ROTATED) {                                     // no thread has returned
+        rotated[threadIdx.x] = sum;
         __syncthreads();
-        if (threadIdx.x < 32) kv_rotate_back(turned);
-        __syncthreads();                               // turned by one warp
-        sum = turned[threadIdx.x] + 0.0f;              // no -0, as in put_columns
+        if (threadIdx.x < 32) kv_rotate_back(rotated);
+        __syncthreads();                               // one warp has rotated them
+        sum = rotated[threadIdx.x] + 0.0f;             // no -0, like in store_columns
         if (c.n_rot) i = tied_value(i, hd, c.n_rot);
     }
     const float y = __fmul_rn(sum, scale);
@@ -4871,31 +4969,31 @@ __global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cac
 
 // ---- caches of f16 ----
 
-// The parameters of attend_half: what it uses and no more, since each 64 bytes of them are waited for. Shapes as in
-// Attend, QkvStore and Cache.
+// The parameters of attend_half: only what it uses, since it waits for each 64 bytes of them. Shapes as in Attend,
+// QkvStore and Cache.
 typedef struct {
     Batch    b;
     int      n_seqs, window;
     OwnMask  own;
-    int      rows, heads;     // of the step, and of a KV head: rows * heads columns at most in a block
-    int      head_tiles;      // into which the heads of a KV head are cut
+    int      rows, heads;     // rows of the step, query heads of a KV head: a block has up to rows * heads columns
+    int      head_tiles;      // a KV head's query heads are cut into this many tiles
     int      group;           // heads of a KV head
     int      n_heads, n_kv_heads;
     Divisor  by_tiles, by_heads;       // head_tiles, heads
-    bool     makes_q, makes_rows;      // rows that the kernel makes itself
-    uint8_t  fused;           // how many it has room for; FULL: FUSED_ROWS
-    bool     early;           // what is not q or its rows may be read before take_turn()
+    bool     makes_q, makes_rows;      // the kernel makes q, or new rows, itself
+    uint8_t  fused;           // rows that it has shared memory to make; FULL: FUSED_ROWS
+    bool     early;           // all but q and the new rows may be read early
     bool     v_norm;
     bool     staged;
-    bool     fine;            // q in two halves
-    bool     joins;           // the last block of a head puts its parts together
-    const float *q;           // made already, or the products to make it of
-    const float *new_k, *new_v;        // products to make rows of
-    const float *w_q, *w_k;   // tied: w_k is fold; NULL: nothing is made of it
+    bool     precise_q;       // q as the sum of two f16
+    bool     joins;           // the last block of a head combines its splits
+    const float *q;           // ready to use, or the products from which q is made
+    const float *new_k, *new_v;        // the products from which new rows are made
+    const float *w_q, *w_k;   // tied: w_k is fold; NULL: not needed
     const double *inv_freq;
-    Divisor  by_pairs;        // that turn
+    Divisor  by_pairs;        // pairs that RoPE rotates
     float    eps;
-    Split    split;
+    Splits    splits;
     int      n_k, n_rot;
     int      k_bits;          // a row of K is 2^k_bits chunks of 16 bytes
     int      n_stages;
@@ -4904,21 +5002,21 @@ typedef struct {
     const __half *stage_k, *stage_v;
     __half  *cache_k, *cache_v;
     float    scale;
-    int      at_once;         // columns whose parts find room in the stages
+    int      at_once;         // columns whose splits fit in the stages
     Act      out;
-    float   *values;          // (n_rows, n_heads, parts, head_dim)
-    float2  *stats;           // (n_rows, n_heads, parts)
+    float   *values;          // (n_rows, n_heads, splits, head_dim)
+    float2  *stats;           // (n_rows, n_heads, splits)
     unsigned *arrived;        // (n_rows, gridDim.y) 0 between launches
 } AttendTask;
 
-// Rows of q, scores and weights in shared memory are a little longer than what they hold, so that eight of them, read
-// side by side, lie in different banks.
+// Rows of q, scores and weights in shared memory are padded, so that eight rows that are read together lie in different
+// banks.
 enum { ROW_PAD = 8, SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8 };
 
-// Blocks of which an SM has to have room for the registers, without spills.
+// Blocks for which an SM has the registers, without spills.
 static constexpr int attend_blocks(int hd, int nc) { return nc <= 16 || hd <= 256 ? 2 : 1; }
-// Scores. Before them angles of the rows that the block makes and the frequencies of pairs lie there, after them the weights
-// of parts.
+// Scores. Before them the angles of the rows that the block makes and the frequencies of pairs use the same place,
+// after them the weights of splits.
 HOST_DEVICE static constexpr int attend_score_bytes(int hd, int nc, int fused) {
     return 4 * nc * SCORE_ROW * 4 > (fused + 1) * hd * 4 ? 4 * nc * SCORE_ROW * 4 : (fused + 1) * hd * 4;
 }
@@ -4928,18 +5026,18 @@ static size_t attend_fixed_bytes(int hd, int n_k, int nc, int fused) {
 }
 static size_t attend_stage_bytes(int hd, int n_k) { return (size_t)KEYS * (hd + n_k + 2 * ROW_PAD) * sizeof(__half); }
 
-// Dynamic shared memory of attend_half. What it needs for its columns comes first, then the tiles under way.
-template <int HD, int NC> struct AttendRoom {
+// Dynamic shared memory of attend_half: first what the columns need, then the stages.
+template <int HD, int NC> struct AttendSmem {
     __half *q_hi, *q_lo;      // (NC, HD + ROW_PAD) each
     float  *scores;           // (4, NC, SCORE_ROW)
-    float  *angles;           // (fused, HD), over scores
-    double *inv_freq;         // (HD / 2), of the first segment, after angles
+    float  *angles;           // (fused, HD), in the place of scores
+    double *inv_freq;         // (HD / 2), of the first segment, follows angles
     __half *weights;          // (NC, WEIGHT_ROW)
     float  *w_q, *w_k;        // (HD) each; tied: w_k is fold
-    __half *new_rows;         // (fused, n_k + HD), by rows of the batch
+    __half *new_rows;         // (fused, n_k + HD), in the order of the batch
     __half *stages;           // (n_stages): K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD)
 
-    __device__ AttendRoom(int n_k, int fused) {
+    __device__ AttendSmem(int n_k, int fused) {
         q_hi = (__half *)shared_bytes, q_lo = q_hi + NC * (HD + ROW_PAD);
         scores = angles = (float *)(q_lo + NC * (HD + ROW_PAD));
         inv_freq = (double *)(angles + fused * HD);
@@ -4949,24 +5047,25 @@ template <int HD, int NC> struct AttendRoom {
     }
 };
 
-template <int NC> struct Columns {     // of a block, in shared memory
-    Sight sights[NC];         // of the block's rows; if it makes some, of all of the batch
-    int   row_of[NC];         // row of a column, in the block; -1: not in use
+template <int NC> struct Columns {     // of a block; in shared memory
+    RowMask masks[NC];        // of the block's rows; if the block makes rows, of all rows of the batch
+    int   row_of[NC];         // row of a column, in the block; -1: not used
     int   head_of[NC];        // number of its query head in out
-    float top[NC], sum[NC], shrink[NC];        // sum: in the end its reciprocal
-    Spans seen_by[NC];        // parts of a column
-    int   n_live;             // parts with a key in sight; here it takes no register
-    bool  last;               // all of them have come to their end
+    float top[NC], sum[NC];   // online softmax: maximum; sum of weights, in the end its reciprocal
+    float rescale[NC];        // factor for acc before the next tile is added
+    Spans seen_by[NC];        // splits of a column
+    int   n_live;             // splits with a visible key; here because registers are short
+    bool  last;               // this block is the last one of its head
 };
 
-typedef struct {              // what a block works on
-    int  r0, n_rows;          // its rows in the batch, the longest first
-    int  g, tile;             // KV head, which of its head_tiles
+typedef struct {              // the work of a block
+    int  r0, n_rows;          // rows of the batch, the longest first
+    int  g, tile;             // KV head; which of its head_tiles
     int  head, n_heads;       // query heads
     int  n_columns;
-    int  known, n_known;      // rows of the batch that Columns.sights has
-    bool makes;               // q, or rows
-    int  n_new, n_jobs;       // rows of K and as many of V that the block may have to make, and with those columns of q
+    int  known, n_known;      // rows of the batch that Columns.masks has
+    bool makes;               // it makes q or rows
+    int  n_new, n_jobs;       // new rows of K (and as many of V) in the batch; these rows and the columns of q
 } AttendBlock;
 
 __device__ static inline AttendBlock attend_block(const AttendTask &a) {
@@ -4981,45 +5080,47 @@ __device__ static inline AttendBlock attend_block(const AttendTask &a) {
     return b;
 }
 
-// Rows from .. to - 1 of a block, all of one segment, and their keys in the block's part. Those that are rows of the
-// batch follow each other, and the block may have to make them.
+// Rows from .. to - 1 of a block, all of one segment, and their keys in the block's split. New rows of the batch are
+// consecutive keys; the block may have to make them.
 typedef struct {
     int   from, to;
-    int   seg, seq, len, seg_first;    // as in Sight
+    int   seg, seq, len, seg_first;    // as in RowMask
     int   head;               // KV head
-    int   low, end;           // keys in sight of the rows
+    int   low, end;           // keys that some row sees
     int   new_from, new_to;   // keys that the block makes
     Spans spans;
-    Share share;
-} Keys;
+    SplitTiles tiles;
+} KeyRange;
 
-// The number of row 0 of the batch, were it of the run's segment; row r has this + r.
-__device__ static inline int number_of_0(const AttendBlock &b, const Sight *rows, int from) {
+// The key number of row 0 of the batch, if it were of the same segment; row r has this + r.
+__device__ static inline int number_of_0(const AttendBlock &b, const RowMask *rows, int from) {
     return rows[from].len + rows[from].index - b.r0 - from;
 }
 
-// `from` and the rows behind it, as far as they are of one segment.   rows: of the block
-__device__ static inline Keys keys_of(const AttendTask &a, const AttendBlock &b, const Sight *rows, int from) {
-    const Sight &self = rows[from];
+// `from` and the rows after it that are of the same segment.   rows: of the block
+__device__ static inline KeyRange key_range_of(const AttendTask &a, const AttendBlock &b, const RowMask *rows,
+                                               int from) {
+    const RowMask &self = rows[from];
     int to, low = self.low, end = self.end;
 #pragma unroll 1
     for (to = from + 1; to < b.n_rows && rows[to].seg == self.seg; to++)
         low = min(low, rows[to].low), end = max(end, rows[to].end);
     const int number0 = number_of_0(b, rows, from);
-    const Spans spans = spans_of(low, end, a.split);
-    return (Keys){ from, to, self.seg, self.seq, self.len, self.seg_first, b.g, low, end,
+    const Spans spans = spans_of(low, end, a.splits);
+    return (KeyRange){ from, to, self.seg, self.seq, self.len, self.seg_first, b.g, low, end,
                    a.makes_rows ? max(self.len, number0) : 0, a.makes_rows ? min(end, number0 + b.n_new) : 0, spans,
-                   share_of(spans, low, end, a.split, blockIdx.z) };
+                   split_tiles(spans, low, end, a.splits, blockIdx.z) };
 }
 
-// Of tile i of the block's part.
-__device__ static inline int first_key(const AttendTask &a, const Keys &s, int i) {
-    return tile_of(s.share, a.split, s.share.from + i) * KEYS;
+// The first key of tile i of the block's split.
+__device__ static inline int first_key(const AttendTask &a, const KeyRange &s, int i) {
+    return tile_of(s.tiles, a.splits, s.tiles.from + i) * KEYS;
 }
 
-// Who the columns are, before the first tile.
+// Sets rows and heads of the columns, before the first tile.
 template <int NC>
-__device__ static inline void set_columns(const AttendTask &a, const AttendBlock &b, const Keys &s, Columns<NC> &c) {
+__device__ static inline void set_columns(const AttendTask &a, const AttendBlock &b, const KeyRange &s,
+                                          Columns<NC> &c) {
     if (threadIdx.x < NC) {
         const int row = quotient(threadIdx.x, a.by_heads), h = threadIdx.x - row * a.heads;
         c.row_of[threadIdx.x] = row >= s.from && row < s.to && h < b.n_heads ? row : -1;
@@ -5030,17 +5131,17 @@ __device__ static inline void set_columns(const AttendTask &a, const AttendBlock
 }
 
 // ---- rows that a block makes ----
-// A warp makes a column of q, or a row of K or V: jobs in this order. Values are asked for a job ahead.
+// A warp makes a column of q, or a row of K or V; the jobs have this order. The values of the next job are prefetched.
 template <int HD> using JobValues = HeadValues<(HD + 255) / 256>;
 
-// Norm weights and frequencies: they come while the launch before ends.
+// Copies norm weights and frequencies to shared memory, while the previous kernel ends.
 template <int HD, int NC>
-__device__ static inline void ask_for_weights(const AttendTask &a, const AttendRoom<HD, NC> &room) {
+__device__ static inline void copy_norm_weights(const AttendTask &a, const AttendSmem<HD, NC> &smem) {
     const int i = 4 * threadIdx.x;
     if (i >= HD) return;
-    if (a.makes_q) copy_ahead(room.w_q + i, a.w_q + i);
-    if (a.w_k) copy_ahead(room.w_k + i, a.w_k + i);
-    if (i < 2 * (int)a.by_pairs.by) copy_ahead(room.inv_freq + i / 2, a.inv_freq + i / 2);
+    if (a.makes_q) copy_ahead(smem.w_q + i, a.w_q + i);
+    if (a.w_k) copy_ahead(smem.w_k + i, a.w_k + i);
+    if (i < 2 * (int)a.by_pairs.by) copy_ahead(smem.inv_freq + i / 2, a.inv_freq + i / 2);
 }
 
 template <int HD>
@@ -5057,58 +5158,60 @@ __device__ static inline void load_job(const AttendTask &a, const AttendBlock &b
     head_load(x, from, HD / 2);
 }
 
-// Angles of the rows that sights has.
+// Cosines and sines for the rows in masks.
 template <int HD, int NC>
-__device__ static inline void make_angles(const AttendTask &a, const AttendBlock &b, const Keys &s,
-                                          const AttendRoom<HD, NC> &room, const Sight *sights) {
+__device__ static inline void make_angles(const AttendTask &a, const AttendBlock &b, const KeyRange &s,
+                                          const AttendSmem<HD, NC> &smem, const RowMask *masks) {
     const int n_pairs = (int)a.by_pairs.by;
-    const double *frequency = s.from ? a.inv_freq : room.inv_freq;     // scores lay there
+    const double *frequency = s.from ? a.inv_freq : smem.inv_freq;     // scores have overwritten the copy
     for (int k = threadIdx.x; k < b.n_known * n_pairs; k += ATTEND_THREADS) {
         const int row = quotient(k, a.by_pairs), pair = k - row * n_pairs;
-        float *angle = room.angles + row * HD + pair;
-        angle_of(frequency[pair], sights[row].pos, angle, angle + HD / 2);
+        float *angle = smem.angles + row * HD + pair;
+        angle_of(frequency[pair], masks[row].pos, angle, angle + HD / 2);
     }
 }
 
-// Columns of q to q_hi and q_lo, and the rows of K and V that lie in the block's part to new_rows, and to the cache if
-// the block has their query.   coming: what the warp's first job needs
+// Makes the columns of q (to q_hi and q_lo) and the new rows of K and V of the block's split (to new_rows, and to the
+// cache
+// if this block has the query of that row).   next_job: the values of the warp's first job
 template <int HD, int NC>
-__device__ static inline void make_rows(const AttendTask &a, const AttendBlock &b, const Keys &s,
-                                        const AttendRoom<HD, NC> &room, const Sight *sights, JobValues<HD> &coming) {
+__device__ static inline void make_rows(const AttendTask &a, const AttendBlock &b, const KeyRange &s,
+                                        const AttendSmem<HD, NC> &smem, const RowMask *masks, JobValues<HD> &next_job) {
     constexpr int ROW = HD + ROW_PAD, HALF = HD / 2;
     const int n_k = a.n_k;
 #pragma unroll 1
     for (int job = threadIdx.x / 32; job < b.n_jobs; job += ATTEND_WARPS) {
         const bool is_q = job < b.n_columns, is_k = !is_q && job < b.n_columns + b.n_new;
-        JobValues<HD> x = coming;
-        if (job + ATTEND_WARPS < b.n_jobs) load_job<HD>(a, b, job + ATTEND_WARPS, coming);
+        JobValues<HD> x = next_job;
+        if (job + ATTEND_WARPS < b.n_jobs) load_job<HD>(a, b, job + ATTEND_WARPS, next_job);
         const int made = job - b.n_columns - (is_k ? 0 : b.n_new);
         const int r = is_q ? b.r0 + quotient(job, a.by_heads) : made;
-        const int key = number_of_0(b, sights + b.r0 - b.known, s.from) + r;                 // of a new row
-        if (sights[r - b.known].seg != s.seg) continue;
-        if (!is_q && rest((key / KEYS) >> a.split.span_bits, a.split.by_parts) != (int)blockIdx.z) continue;
-        const float *w_kv = is_k ? room.w_k : NULL;
-        if (is_q ? a.makes_q : is_k || a.v_norm) head_norm(x, is_q ? room.w_q : w_kv, HALF, a.eps);
+        const int key = number_of_0(b, masks + b.r0 - b.known, s.from) + r;                 // key number of a new row
+        if (masks[r - b.known].seg != s.seg) continue;
+        if (!is_q && modulo((key / KEYS) >> a.splits.span_bits, a.splits.by_n) != (int)blockIdx.z) continue;
+        const float *w_kv = is_k ? smem.w_k : NULL;
+        if (is_q ? a.makes_q : is_k || a.v_norm) head_norm(x, is_q ? smem.w_q : w_kv, HALF, a.eps);
         if (is_q ? a.makes_q : is_k)
-            head_turn(x, room.angles + (r - b.known) * HD, (int)a.by_pairs.by, HALF);
+            head_rope(x, smem.angles + (r - b.known) * HD, (int)a.by_pairs.by, HALF);
         const bool writes = !is_q && r >= b.r0 && r < b.r0 + b.n_rows && b.tile == 0;
         const int dim = is_k ? n_k : HD;
-        __half *put = is_q ? room.q_hi + job * ROW : room.new_rows + r * (n_k + HD) + (is_k ? 0 : n_k);
+        __half *put = is_q ? smem.q_hi + job * ROW : smem.new_rows + r * (n_k + HD) + (is_k ? 0 : n_k);
         __half *cached = (is_k ? a.cache_k : a.cache_v) +
-                         (((size_t)s.seq * a.n_kv_heads + b.g) * a.slots + rest(key, a.by_slots)) * dim;
+                         (((size_t)s.seq * a.n_kv_heads + b.g) * a.slots + modulo(key, a.by_slots)) * dim;
         head_each(x, HALF, is_q && !a.makes_q ? 0 : a.n_rot, [&](int at, int i, float4 v) {
-            if (is_q && a.makes_q) v = folded(a.n_rot, room.w_k, HALF, i, v);
+            if (is_q && a.makes_q) v = folded(a.n_rot, smem.w_k, HALF, i, v);
             if (at >= dim) return;
             const uint2 h = halves_of(v);
             *(uint2 *)(put + at) = h;
             if (writes) *(uint2 *)(cached + at) = h;
-            if (is_q) *(uint2 *)(put + NC * ROW + at) = halves_of(behind(v));
+            if (is_q) *(uint2 *)(put + NC * ROW + at) = halves_of(half_residue(v));
         });
     }
 }
 
-// New rows that lie in tile k of the part, to its stage.
-__device__ static inline void put_new_rows(const AttendTask &a, const AttendBlock &b, const Keys &s, const Sight *rows,
+// Copies new rows of tile k of the split to its stage.
+__device__ static inline void copy_new_rows(const AttendTask &a, const AttendBlock &b, const KeyRange &s,
+                                            const RowMask *rows,
                                            int k, const __half *new_rows, int v_row, __half *k_tile) {
     const int n_k = a.n_k, k_row = n_k + ROW_PAD, dims = n_k + v_row - ROW_PAD;
     const int j0 = first_key(a, s, k), chunk = threadIdx.x * 8;
@@ -5120,14 +5223,14 @@ __device__ static inline void put_new_rows(const AttendTask &a, const AttendBloc
 
 // ---- tiles ----
 
-// The KEYS keys from j0 on, going to a stage: K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD); zeros for keys that
-// nobody sees, whatever lies there.
-template <int HD> __device__ static inline void copy_keys(const AttendTask &a, const Keys &s, int j0, __half *to) {
+// Starts to copy KEYS keys from j0 on to a stage: K (KEYS, n_k + ROW_PAD), V (KEYS, HD + ROW_PAD). Keys that no row
+// sees become zeros, whatever the cache has there.
+template <int HD> __device__ static inline void copy_keys(const AttendTask &a, const KeyRange &s, int j0, __half *to) {
     constexpr int ROW = HD + ROW_PAD, V_BITS = 4 + (HD > 128) + (HD > 256);
     const int n_k = a.n_k, k_row = n_k + ROW_PAD;
-    const size_t cache_row = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const size_t cache_row = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + modulo(j0, a.by_slots);
     const size_t stage_row = (size_t)s.head * a.stage_slots + s.seg_first;     // of row 0 of the segment
-    if (j0 >= s.low && j0 + KEYS <= min(s.end, s.len)) {       // nearly all tiles of a long cache: whole, and here
+    if (j0 >= s.low && j0 + KEYS <= min(s.end, s.len)) {  // nearly all tiles of a long cache: complete and contiguous
         const int i = threadIdx.x, k_step = ATTEND_THREADS >> a.k_bits, v_step = ATTEND_THREADS >> V_BITS;
         const __half *k_data = a.cache_k + cache_row * n_k + 8 * i, *v_data = a.cache_v + cache_row * HD + 8 * i;
         __half *k_to = to + (i >> a.k_bits) * k_row + (i & ((1 << a.k_bits) - 1)) * 8;
@@ -5156,15 +5259,15 @@ template <int HD> __device__ static inline void copy_keys(const AttendTask &a, c
     }
 }
 
-// Until the oldest tile under way is there, for this thread.
+// Waits until the oldest tile in flight has arrived, for this thread.
 __device__ static inline void wait_for_tile(int n_stages) {
-    if (n_stages == 4) copied<3>();
-    else if (n_stages == 3) copied<2>();
-    else if (n_stages == 2) copied<1>();
-    else copied<0>();
+    if (n_stages == 4) wait_for_copies<3>();
+    else if (n_stages == 3) wait_for_copies<2>();
+    else if (n_stages == 2) wait_for_copies<1>();
+    else wait_for_copies<0>();
 }
 
-// scores (4, NC, SCORE_ROW) = q k for the keys of a tile: a warp has 16 keys and a quarter of the dims.
+// scores (4, NC, SCORE_ROW) = q k for the keys of a tile; a warp has 16 keys and a quarter of the dims.
 template <int HD, int NC>
 __device__ static inline void score_keys(const AttendTask &a, const __half *k_tile, const __half *v_tile,
                                          const __half *q_hi, const __half *q_lo, float *scores) {
@@ -5188,7 +5291,7 @@ __device__ static inline void score_keys(const AttendTask &a, const __half *k_ti
             load_matrices(q, q_hi + at);
             multiply_half(s_hi[n], k[0], q);
             multiply_half(s_hi[n], k[1], q + 2);
-            if (!a.fine) continue;
+            if (!a.precise_q) continue;
             load_matrices(q, q_lo + at);
             multiply_half(s_lo[n], k[0], q);
             multiply_half(s_lo[n], k[1], q + 2);
@@ -5201,11 +5304,11 @@ __device__ static inline void score_keys(const AttendTask &a, const __half *k_ti
             scores[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
 }
 
-// Softmax of a tile of keys from j0 on, a warp for N columns in turn, a lane for a key: weights of the keys in f16, and
-// of each column the largest score so far, the sum of its weights, and what those before this tile shrink by.
-//   sees(row, key): whether the key counts
+// Softmax of a tile of keys from j0 on; a warp has N columns, a lane one key. Writes the weights in f16, and for each
+// column the new maximum, the sum of weights, and the factor for what was added before this tile.
+//   sees(row, key): is the key visible to the row?
 template <int NC, typename Sees>
-__device__ static inline void weigh_keys(const AttendTask &a, const Sight *rows, int j0, const float *scores,
+__device__ static inline void softmax_keys(const AttendTask &a, const RowMask *rows, int j0, const float *scores,
                                          __half *weights, Columns<NC> &c, Sees sees) {
     constexpr int N = NC / 8, next = NC * SCORE_ROW;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -5219,22 +5322,22 @@ __device__ static inline void weigh_keys(const AttendTask &a, const Sight *rows,
         const __half p = __float2half_rn(seen ? expf(score - now) : 0);
         const float f = now == -INFINITY ? 1 : expf(old - now), more = warp_sum(__half2float(p));
         weights[col * WEIGHT_ROW + lane] = p;
-        __syncwarp();                                  // all have read top and sum
-        if (lane == 0) c.shrink[col] = f, c.top[col] = now, c.sum[col] = __fmaf_rn(old_sum, f, more);
+        __syncwarp();                                  // all lanes have read top and sum
+        if (lane == 0) c.rescale[col] = f, c.top[col] = now, c.sum[col] = __fmaf_rn(old_sum, f, more);
     }
 }
 
-// acc += V^T weights for a tile, after acc was scaled by shrink: all keys and an eighth of the dims.
+// acc += V^T weights for a tile, after acc is multiplied with rescale; a warp has all keys and an eighth of the dims.
 template <int HD, int NC>
 __device__ static inline void add_values(float (&acc)[HD / 128][NC / 8][4], const __half *v_tile, const __half *weights,
-                                         const float *shrink) {
+                                         const float *rescale) {
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, k2 = lane % 4 * 2;
     unsigned p[N][4];
 #pragma unroll
     for (int n = 0; n < N; n++) {
         load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
-        const float f0 = shrink[8 * n + k2], f1 = shrink[8 * n + k2 + 1];
+        const float f0 = rescale[8 * n + k2], f1 = rescale[8 * n + k2 + 1];
 #pragma unroll
         for (int m = 0; m < M; m++) acc[m][n][0] *= f0, acc[m][n][1] *= f1, acc[m][n][2] *= f0, acc[m][n][3] *= f1;
     }
@@ -5250,59 +5353,61 @@ __device__ static inline void add_values(float (&acc)[HD / 128][NC / 8][4], cons
         }
 }
 
-// By the last block of a head: o (NC, ROW) becomes the sum of all parts of its columns, and sum what they are to be
-// scaled by. scores, found: room for weights and values of parts.
+// By the last block of a head: o (NC, ROW) = the weighted sum of all splits of its columns, c.sum = the factor for it.
+// scores, found: shared memory for weights and values of splits.
 template <int HD, int NC>
 __device__ static inline void join_columns(const AttendTask &a, int n_columns, Columns<NC> &c, float *scores,
                                            float *found, float *o) {
     constexpr int ROW = HD + ROW_PAD;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = a.split.parts;
-    float2 *weight_of = (float2 *)scores;              // (NC, parts)
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_splits = a.splits.n;
+    float2 *weight_of = (float2 *)scores;              // (NC, splits)
 #pragma unroll 1
-    for (int col0 = 0; col0 < n_columns; col0 += a.at_once) {          // found: (at_once, parts, HD)
+    for (int col0 = 0; col0 < n_columns; col0 += a.at_once) {          // found: (at_once, splits, HD)
         const int col1 = min(n_columns, col0 + a.at_once);
 #pragma unroll 1
-        for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) { // all parts on their way
+        for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) { // starts to copy all splits
             if (c.row_of[col] < 0) continue;
             const Spans s = c.seen_by[col];
-            const float *values = a.values + (size_t)c.head_of[col] * parts * HD;
+            const float *values = a.values + (size_t)c.head_of[col] * n_splits * HD;
 #pragma unroll 1
             for (int k = 0; k < s.live; k++)
 #pragma unroll
                 for (int i = 4 * lane; i < HD; i += 128)
-                    copy_ahead(found + ((size_t)(col - col0) * parts + k) * HD + i,
-                               values + part_of(s, parts, k) * HD + i);
+                    copy_ahead(found + ((size_t)(col - col0) * n_splits + k) * HD + i,
+                               values + nth_split(s, n_splits, k) * HD + i);
         }
         copy_commit();
 #pragma unroll 1
         for (int col = col0 + warp; col < col1; col += ATTEND_WARPS) {
             if (c.row_of[col] < 0) continue;
             const float scale =
-                weigh_parts(weight_of + col * parts, a.stats + (size_t)c.head_of[col] * parts, c.seen_by[col], parts);
+                weigh_splits(weight_of + col * n_splits, a.stats + (size_t)c.head_of[col] * n_splits, c.seen_by[col],
+                             n_splits);
             if (lane == 0) c.sum[col] = scale;
         }
-        copied<0>();
+        wait_for_copies<0>();
         __syncthreads();                               // weights and values are there
 #pragma unroll 1
         for (int at = 2 * threadIdx.x; at < (col1 - col0) * HD; at += 2 * ATTEND_THREADS) {
             const int col = col0 + at / HD, i = at % HD;
             if (c.row_of[col] < 0) continue;
-            const float *values = found + (size_t)(col - col0) * parts * HD + i;
+            const float *values = found + (size_t)(col - col0) * n_splits * HD + i;
             float2 v = make_float2(0, 0);
 #pragma unroll 4
             for (int k = 0; k < c.seen_by[col].live; k++) {
-                const float w = weight_of[col * parts + k].x;
+                const float w = weight_of[col * n_splits + k].x;
                 const float2 y = *(const float2 *)(values + k * HD);
                 v.x = __fmaf_rn(w, y.x, v.x), v.y = __fmaf_rn(w, y.y, v.y);
             }
             *(float2 *)(o + col * ROW + i) = v;
         }
-        __syncthreads();                               // and read
+        __syncthreads();                               // and have been read
     }
 }
 
-// The columns that lie in o (NC, HD + ROW_PAD) back from the basis of quantised rows: a warp takes a group at a time.
-template <int HD, int NC> __device__ static inline void turn_columns(int n_columns, const Columns<NC> &c, float *o) {
+// Rotates the columns in o (NC, HD + ROW_PAD) back (Hadamard); a warp handles a group at a time.
+template <int HD, int NC>
+__device__ static inline void unrotate_columns(int n_columns, const Columns<NC> &c, float *o) {
 #pragma unroll 1
     for (int job = threadIdx.x / 32; job < n_columns * (HD / KV_ROTATION); job += ATTEND_WARPS)
         if (c.row_of[job / (HD / KV_ROTATION)] >= 0)
@@ -5310,60 +5415,62 @@ template <int HD, int NC> __device__ static inline void turn_columns(int n_colum
     __syncthreads();                                   // values are there
 }
 
-// The columns that lie in o (NC, HD + ROW_PAD), times scale, to where attention writes: a warp takes 128 values at a
-// time.
+// Stores the columns in o (NC, HD + ROW_PAD), times their factor, as results of attention; a warp handles 128 values at
+// a time.
 template <int HD, int NC>
-__device__ static inline void put_columns(const AttendTask &a, int n_columns, const Columns<NC> &c, const float *o) {
+__device__ static inline void store_columns(const AttendTask &a, int n_columns, const Columns<NC> &c, const float *o) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int job = warp; job < n_columns * (HD / 128); job += ATTEND_WARPS) {
         const int col = job / (HD / 128), i = job % (HD / 128) * 128 + 4 * lane;
         if (c.row_of[col] < 0) continue;
         const float4 v = *(const float4 *)(o + col * (HD + ROW_PAD) + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
-        const float scale = c.sum[col];                // no -0, as where parts are added up
-        put_four(a.out, (size_t)c.head_of[col] * HD + i,
+        const float scale = c.sum[col];                // no -0, like where splits are added
+        store_four(a.out, (size_t)c.head_of[col] * HD + i,
                  make_float4(__fmul_rn(v.x + 0.0f, scale), __fmul_rn(v.y + 0.0f, scale), __fmul_rn(v.z + 0.0f, scale),
                              __fmul_rn(v.w + 0.0f, scale)));
     }
 }
 
-// What a block found for the columns of a run of rows: out if it has all of them, or all parts are put together here;
-// else values and stats.   put(where): the block writes the values of a column to where(column), NULL: to nowhere;
-// turned: they are in the basis of quantised rows
+// Stores the result of a block for the columns of a run of rows: to out if this block has all splits or is the last one
+// and
+// combines them, else values and stats.   put(where): writes the values of a column to where(column), NULL: nowhere;
+// rotated: they are Hadamard-rotated
 template <int HD, int NC, typename Put>
-__device__ static inline void leave_columns(const AttendTask &a, const AttendBlock &b, const Keys &s, const Sight *rows,
-                                            Columns<NC> &c, float *scores, float *found, bool turned, Put put) {
-    const int parts = a.split.parts;
-    const bool direct = parts == 1 || (a.joins && c.n_live < 2);
-    float *o = (float *)shared_bytes;                  // direct, and parts put together: (NC, HD + ROW_PAD), over q
+__device__ static inline void finish_columns(const AttendTask &a, const AttendBlock &b, const KeyRange &s,
+                                             const RowMask *rows,
+                                            Columns<NC> &c, float *scores, float *found, bool rotated, Put put) {
+    const int n_splits = a.splits.n;
+    const bool direct = n_splits == 1 || (a.joins && c.n_live < 2);
+    float *o = (float *)shared_bytes;                  // in the place of q
     put([&](int col) -> float * {
         if (c.row_of[col] < 0) return NULL;
-        return direct ? o + col * (HD + ROW_PAD) : a.values + ((size_t)c.head_of[col] * parts + blockIdx.z) * HD;
+        return direct ? o + col * (HD + ROW_PAD) : a.values + ((size_t)c.head_of[col] * n_splits + blockIdx.z) * HD;
     });
     const int col = threadIdx.x;
     const bool used = col < NC && c.row_of[col] >= 0;
     if (used && !direct)
-        a.stats[(size_t)c.head_of[col] * parts + blockIdx.z] = make_float2(c.top[col], c.sum[col]);
+        a.stats[(size_t)c.head_of[col] * n_splits + blockIdx.z] = make_float2(c.top[col], c.sum[col]);
     if (used && direct) c.sum[col] = c.sum[col] == 0 ? 0 : __frcp_rn(c.sum[col]);
     if (!direct && !a.joins) return;
-    __syncthreads();                                   // what this block found is written
+    __syncthreads();                                   // the result of this block is written
     if (!direct) {
         if (threadIdx.x == 0) {
-            __threadfence();                           // and seen by all others, before it is counted
+            __threadfence();                           // visible to all blocks before it is counted
             c.last = atomicInc(&a.arrived[(size_t)(b.r0 + s.from) * gridDim.y + blockIdx.y], c.n_live - 1) ==
                      (unsigned)c.n_live - 1;
             __threadfence();
         }
-        if (used) c.seen_by[col] = spans_of(rows[c.row_of[col]].low, rows[c.row_of[col]].end, a.split);
+        if (used) c.seen_by[col] = spans_of(rows[c.row_of[col]].low, rows[c.row_of[col]].end, a.splits);
         __syncthreads();
         if (!c.last) return;
         join_columns<HD>(a, b.n_columns, c, scores, found, o);
     }
-    if (turned) turn_columns<HD>(b.n_columns, c, o);
-    put_columns<HD>(a, b.n_columns, c, o);
+    if (rotated) unrotate_columns<HD>(b.n_columns, c, o);
+    store_columns<HD>(a, b.n_columns, c, o);
 }
 
-// acc of add_values to where(column).
+// Writes acc of add_values to where(column).
 template <int HD, int NC, typename Where>
 __device__ static inline void put_values(const float (&acc)[HD / 128][NC / 8][4], Where where) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2;
@@ -5379,79 +5486,92 @@ __device__ static inline void put_values(const float (&acc)[HD / 128][NC / 8][4]
         }
 }
 
-// attend, f16: softmax(scale * q k) v over the keys of one part, for NC columns: some rows times query heads of one KV
+// attend, f16: softmax(scale * q k) v over the keys of one split, for NC columns: some rows times query heads of one KV
 // head. For up to FUSED_ROWS rows it includes qkv_store (Qcur_pos, Kcur_pos, Vcur_normed): each block makes its own
-// columns, the blocks whose part has a new row make it in shared memory, and the one that has its query writes it to
-// the cache.
+// columns; blocks whose split has a new row make it in shared memory; the block with the row's query writes it to the
+// cache.
 //   shapes    q (n_rows, n_heads, HD), cache as in gemma4.h; tied: the tile of V serves the rest of K
-//   launch    grid (ceil(n_rows / rows), n_kv_heads * head_tiles, parts), block 256: 8 warps, dynamic shared memory
+//   launch    grid (ceil(n_rows / rows), n_kv_heads * head_tiles, splits), block 256: 8 warps, dynamic shared memory
 //             attend_fixed_bytes + n_stages * attend_stage_bytes
-//   FULL      there is room to make FUSED_ROWS rows; else for a.fused
-//   traffic   every key in sight once for NC columns: 2 * (n_k + HD) B, up to n_stages tiles under way in a block. Row
-//             tiles are neighbours in the grid and share them in L2. Writes and reads 4 * HD B for each column and part
-//             with a key in sight
-//   numerics  S = K q on tensor cores with f32 sums, q as the sum of two f16; a warp has 16 keys and a quarter of the
-//             dims, and the quarters are added in their order. Online softmax in f32, by tiles of KEYS. Weights are
-//             rounded to f16, and so summed; O += V^T P with f32 sums, a warp has an eighth of the dims. Columns never
-//             meet, so NC is free
-//   time      with few keys a chain of latencies: the rows of the step, then angles, norms and the first tiles, then
-//             those of the parts. So loads go out before what they wait for is known, all but q and the new rows before
-//             take_turn() if `early`; loops stay rolled where instructions would be met only once, and nothing is
-//             divided
+//   FULL      there is shared memory to make FUSED_ROWS rows; else for a.fused
+//   traffic   every visible key once for NC columns: 2 * (n_k + HD) B, up to n_stages tiles in flight. Blocks of other
+//             rows are neighbours in the grid and share tiles in L2. Writes and reads 4 * HD B for each column and
+//             split with a visible key
+//   numerics  S = K q on tensor cores with f32 sums, q as the sum of two f16. Online softmax in f32, by tiles of KEYS.
+//             Weights are rounded to f16 and summed so; O += V^T P with f32 sums. Columns do not mix, so NC is free
+//   time      with few keys a chain of latencies: rows of the step; angles, norms and the first tiles; the splits. So
+//             loads start as early as possible, all but q and the new rows before wait_for_previous_kernel() if
+//             `early`. Loops whose instructions run only once stay rolled, and there are no divisions
 //   see       cpu_attend, cpu_qkv_store
+//
+// The 8 warps divide the work of a tile three times; HD = 256:
+//
+//     scores      dims 0..63   64..127   128..191   192..255
+//     keys 0..15     warp 0    warp 2    warp 4     warp 6         K times q; the four partial sums of a score are
+//     keys 16..31    warp 1    warp 3    warp 5     warp 7         added in this order
+//
+//     softmax     warp w: columns w N .. w N + N - 1; lane j: key j
+//     values      warp w: dims 32 w .. 32 w + 31 of all columns, all keys; sums stay in registers (acc)
+//
+// Tiles go through n_stages stages, here 3. Iterations with i < 0 only start copies; iteration 0 also makes q and new
+// rows:
+//
+//     i           -2       -1       0        1        2
+//     copies      tile 0   tile 1   tile 2   tile 3   tile 4       into the stage of tile i - 1, after a barrier
+//     computes    -        -        tile 0   tile 1   tile 2
 template <int HD, int NC, bool FULL>
 __global__ void __launch_bounds__(ATTEND_THREADS,
                                   attend_blocks(HD, NC)) attend_half_kernel(const __grid_constant__ AttendTask a) {
-    constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims of a warp, and of 8 columns
+    constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;        // tiles of 16 dims, tiles of 8 columns of a warp
     __shared__ Columns<NC> columns;
-    const AttendRoom<HD, NC> room(a.n_k, FULL ? FUSED_ROWS : a.fused);
+    const AttendSmem<HD, NC> smem(a.n_k, FULL ? FUSED_ROWS : a.fused);
     const AttendBlock block = attend_block(a);
-    const Sight *rows = columns.sights + block.r0 - block.known;
+    const RowMask *rows = columns.masks + block.r0 - block.known;
     const int warp = threadIdx.x / 32, k_row = a.n_k + ROW_PAD, stage_halves = KEYS * (k_row + ROW);
-    if (block.makes) ask_for_weights(a, room);
+    if (block.makes) copy_norm_weights(a, smem);
     copy_commit();
-    if (!a.early) take_turn();
+    if (!a.early) wait_for_previous_kernel();
     if ((int)threadIdx.x < block.n_known)
-        columns.sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, block.known + threadIdx.x);
-    JobValues<HD> coming;
-    if (NC == 8 && !a.early && warp < block.n_jobs)    // more columns need the registers
-        load_job<HD>(a, block, warp, coming);
-    copied<0>();
+        columns.masks[threadIdx.x] = row_mask(a.b, a.n_seqs, a.window, a.own, block.known + threadIdx.x);
+    JobValues<HD> next_job;
+    if (NC == 8 && !a.early && warp < block.n_jobs)    // with more columns, registers are short
+        load_job<HD>(a, block, warp, next_job);
+    wait_for_copies<0>();
     __syncthreads();                                   // rows and weights are there
 
-    bool waits = a.early;                              // take_turn() is still to come
-    for (int from = 0, to; from < block.n_rows; from = to) {   // rows of one segment at a time: mostly there is one
-        if (from) __syncthreads();                     // nobody works on the last segment
-        const Keys keys = keys_of(a, block, rows, from);
-        const Share &share = keys.share;
+    bool must_wait = a.early;                          // wait_for_previous_kernel() is still to come
+    for (int from = 0, to; from < block.n_rows; from = to) {   // rows of one segment at a time; mostly there is one
+        if (from) __syncthreads();                     // all are done with the last segment
+        const KeyRange keys = key_range_of(a, block, rows, from);
+        const SplitTiles &tiles = keys.tiles;
         to = keys.to;
-        if (share.from == share.to && (blockIdx.z || keys.spans.n || (a.split.parts > 1 && !a.joins)))
-            continue;                                  // nothing to say
-        const int n_tiles = max(1, share.to - share.from);             // with nothing in sight a tile of zeros
+        if (tiles.from == tiles.to && (blockIdx.z || keys.spans.n || (a.splits.n > 1 && !a.joins)))
+            continue;                                  // no visible key in this split
+        const int n_tiles = max(1, tiles.to - tiles.from);     // if no key is visible, a tile of zeros
         set_columns(a, block, keys, columns);
 
         float acc[M][N][4];
-        int stage = a.n_stages > 1;                    // i mod n_stages, of tile i
+        int stage = a.n_stages > 1;                    // stage of tile i: i mod n_stages
 #pragma unroll 1
         for (int i = 1 - a.n_stages; i < n_tiles; i++, stage = stage + 1 == a.n_stages ? 0 : stage + 1) {
             const int ahead = i - 1 + a.n_stages, stage_ahead = (stage ? stage : a.n_stages) - 1;
             if (i > 0) __syncthreads();                // all are done with tile i - 1
             if (ahead < n_tiles)
-                copy_keys<HD>(a, keys, first_key(a, keys, ahead), room.stages + stage_ahead * stage_halves);
+                copy_keys<HD>(a, keys, first_key(a, keys, ahead), smem.stages + stage_ahead * stage_halves);
             copy_commit();
             if (i < 0) continue;
             if (i == 0) {
-                if ((NC > 8 || from) && !waits && warp < block.n_jobs) load_job<HD>(a, block, warp, coming);
+                if ((NC > 8 || from) && !must_wait && warp < block.n_jobs) load_job<HD>(a, block, warp, next_job);
                 if (block.makes) {
-                    make_angles(a, block, keys, room, columns.sights);
+                    make_angles(a, block, keys, smem, columns.masks);
                     __syncthreads();                   // angles are there
                 }
-                if (waits) {
-                    take_turn();
-                    waits = false;
-                    if (warp < block.n_jobs) load_job<HD>(a, block, warp, coming);
+                if (must_wait) {
+                    wait_for_previous_kernel();
+                    must_wait = false;
+                    if (warp < block.n_jobs) load_job<HD>(a, block, warp, next_job);
                 }
-                make_rows(a, block, keys, room, columns.sights, coming);
+                make_rows(a, block, keys, smem, columns.masks, next_job);
                 if (keys.new_to > keys.new_from) __syncthreads();      // new rows are there
 #pragma unroll
                 for (int n = 0; n < N; n++)
@@ -5459,24 +5579,24 @@ __global__ void __launch_bounds__(ATTEND_THREADS,
                     for (int m = 0; m < M; m++) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0;
             }
             for (int k = i ? ahead : 0; keys.new_to > keys.new_from && k <= ahead && k < n_tiles; k++)
-                put_new_rows(a, block, keys, rows, k, room.new_rows, ROW,
-                             room.stages + (i ? stage_ahead : k) * stage_halves);
+                copy_new_rows(a, block, keys, rows, k, smem.new_rows, ROW,
+                             smem.stages + (i ? stage_ahead : k) * stage_halves);
             wait_for_tile(a.n_stages);
-            __syncthreads();                           // tile i is there for all, and q
+            __syncthreads();                           // tile i and q are there
             const int j0 = first_key(a, keys, i);
-            const __half *k_tile = room.stages + stage * stage_halves, *v_tile = k_tile + KEYS * k_row;
+            const __half *k_tile = smem.stages + stage * stage_halves, *v_tile = k_tile + KEYS * k_row;
 
-            score_keys<HD, NC>(a, k_tile, v_tile, room.q_hi, room.q_lo, room.scores);
-            __syncthreads();                           // scores are whole
+            score_keys<HD, NC>(a, k_tile, v_tile, smem.q_hi, smem.q_lo, smem.scores);
+            __syncthreads();                           // scores are complete
 
-            weigh_keys<NC>(a, rows, j0, room.scores, room.weights, columns,
-                           [&](const Sight &v, int j) { return in_sight(v, a.own, j); });
-            __syncthreads();                           // weights are whole
+            softmax_keys<NC>(a, rows, j0, smem.scores, smem.weights, columns,
+                           [&](const RowMask &v, int j) { return is_visible(v, a.own, j); });
+            __syncthreads();                           // weights are complete
 
-            add_values<HD, NC>(acc, v_tile, room.weights, columns.shrink);
+            add_values<HD, NC>(acc, v_tile, smem.weights, columns.rescale);
         }
-        __syncthreads();                               // nobody reads q any more; tops, sums and row_of are there
-        leave_columns<HD>(a, block, keys, rows, columns, room.scores, (float *)room.stages, false,
+        __syncthreads();                               // q is no longer read; tops, sums and row_of are there
+        finish_columns<HD>(a, block, keys, rows, columns, smem.scores, (float *)smem.stages, false,
                           [&](auto where) { put_values<HD, NC>(acc, where); });
     }
 }
@@ -5489,12 +5609,13 @@ static AttendHalf attend_half_of(int hd, int nc, bool full) {          // NULL: 
         { attend_half_kernel<512, 8, true>, attend_half_kernel<512, 16, true>, attend_half_kernel<512, 32, true> } };
     if (hd != 128 && hd != 256 && hd != 512) return NULL;
     if (full) return kernels[hd / 256][nc / 16];
-    return hd < 512 || nc > 16 ? NULL : nc == 16 ? attend_half_kernel<512, 16, false> : attend_half_kernel<512, 8, false>;
+    if (hd < 512 || nc > 16) return NULL;
+    return nc == 16 ? attend_half_kernel<512, 16, false> : attend_half_kernel<512, 8, false>;
 }
 
 #include "parts/attend_coded.cuh"
 
-// Once at start: the largest blocks may take all the shared memory there is.
+// Once at start: allows the largest blocks all shared memory.
 static void allow_attend(void) {
     for (int hd = 128; hd <= 512; hd *= 2) {
         for (int nc = 8; nc <= 32; nc *= 2)
@@ -5505,65 +5626,73 @@ static void allow_attend(void) {
     allow_shared(attend_join_kernel<true>);
 }
 
-// ---- prompts: caches of f16 and of codes ----
+// ---- prompts: f16 and quantised caches ----
 // Steps of more than STEP_ROWS rows. A line is a row of the step times one of the query heads that share a KV head. The
-// lines of a block share its tiles of keys, and they are so many that a warp uses what it loads often.
+// FLASH_LINES lines of a block share its tiles of keys, so that a warp uses often what it loads.
 
 // The parameters of flash. Shapes as in Attend and Cache.
 typedef struct {
     Batch    b;
     int      n_seqs, window;
-    int      rows, group;     // of the step in a block; heads of a KV head
+    int      rows, group;     // rows of the step in a block; query heads of a KV head
     Divisor  by_group;
     int      n_heads, n_kv_heads;
     int      n_rot;
-    int      n_v;             // tiles of V that a block holds: 1, 2
-    bool     asks;            // codes come to shared memory a tile ahead, where there is room
+    int      n_v;             // tiles of V in shared memory: 1 or 2
+    bool     prefetches;      // codes are copied to shared memory a tile ahead, if there is room
     int      slots, stage_slots;
     Divisor  by_slots;
     bool     staged;
     const __half *stage_k, *stage_v, *cache_k, *cache_v;
-    CodedPlane k, v;          // of caches of codes, instead of these
-    bool     turned;          // V is in the basis of quantised rows
-    bool     large_only;      // segments of up to STEP_ROWS rows are left to attend_coded
+    CodedPlane k, v;          // quantised caches: instead of these
+    bool     rotated;         // V is Hadamard-rotated
+    bool     large_only;      // segments of up to STEP_ROWS rows are computed by attend_coded
     const float *q;
     float    scale;           // of scores, times log2(e)
     Act      out;
-    BlockList blocks;         // LISTED: that rows attend to
+    BlockList blocks;         // LISTED: blocks of keys that rows attend to
 } FlashTask;
 
-typedef struct {              // what a row of the step sees: keys first .. end - 1, in a tree not those of others
+typedef struct {              // what a row sees: keys first .. end - 1; in a tree not those of other branches
     int      seg, first, end, tree;
     uint64_t ancestors;
 } FlashRow;
 
-typedef struct {              // rows of a block that belong to one segment
-    int      seq, len, seg_first;      // as in Sight
+typedef struct {              // rows of a block, all of one segment
+    int      seq, len, seg_first;      // as in RowMask
     int      head, from, to;           // KV head; rows of the block
-    int      low, end;        // keys in sight of any of them
-    int      whole_low, whole_end;     // keys in sight of all of them
+    int      low, end;        // keys that some row sees
+    int      whole_low, whole_end;     // keys that all rows see
 } FlashRun;
 
-// How a block with heads of HD values goes through tiles of N keys. Of the output a warp has all lines and 64 dims; of the
-// scores LINES lines and 32 keys, for all dims or half of them. If half, it adds what the warp of the other half has for
-// half of these lines, and goes on with them: a thread has OWN lines, 8 apart.
-// With tiles of 64 keys q lies in shared memory. With tiles of 32 each warp keeps its part of q in registers: a block takes
-// less than half of the shared memory, for cards that have no more, and reads K twice as often from there.
+// The work of a block, heads of HD values and tiles of N keys. Example: HD = 512, N = 64, 8 warps:
+//
+//     scores (64 lines x 64 keys)                     keys 0..31              keys 32..63
+//     lines 0..31     dims 0..255 | 256..511          warp 0 | warp 4         warp 1 | warp 5
+//     lines 32..63                                    warp 2 | warp 6         warp 3 | warp 7
+//
+//     output (64 lines x 512 dims)                    warp w: all lines, dims 64 w .. 64 w + 63
+//
+// Two warps have the halves of the dims of the same scores. Each sends the other half of its partial scores (Exchange),
+// adds what it receives, and does the softmax of its own half of the lines: a thread has OWN lines, 8 apart.
+// With tiles of 64 keys q lies in shared memory. With tiles of 32 each warp keeps its part of q in registers: a block
+// needs less than half of the shared memory (for cards that have no more) and reads K twice as often from there.
 enum { FLASH_LINES = 64 };
 template <int HD, int N> struct Flash {
     static constexpr bool SHARED_Q = N == 64;
-    static constexpr int WARPS = HD / 64, THREADS = 32 * WARPS, HALVES = HD / 256, TILES = WARPS / HALVES, COLUMNS = N / 32;
+    static constexpr int WARPS = HD / 64, THREADS = 32 * WARPS, HALVES = HD / 256, TILES = WARPS / HALVES;
+    static constexpr int COLUMNS = N / 32;     // of 32 keys
     static constexpr int M = COLUMNS, LINES = 16 * M, OWN = 2 * M / HALVES;
-    static constexpr int PUT = SHARED_Q ? FLASH_LINES : 16;            // lines that leave the block at once
-    struct __align__(8 * OWN) Given { float2 line[OWN]; };             // scores for the other half, of each lane
-    static constexpr int GIVEN_BYTES = HALVES == 2 ? TILES * 2 * 4 * 32 * (int)sizeof(Given) : 0;
-    // Of weights and Given. With two columns a barrier lies between them, and they share a place.
-    static constexpr int GIVEN_AT = COLUMNS == 2 ? 0 : FLASH_LINES * N * 2;
-    static constexpr int WEIGHT_BYTES = GIVEN_AT + GIVEN_BYTES > FLASH_LINES * N * 2 ? GIVEN_AT + GIVEN_BYTES
-                                                                                     : FLASH_LINES * N * 2;
+    static constexpr int STORED = SHARED_Q ? FLASH_LINES : 16;         // lines that are stored at once
+    struct __align__(8 * OWN) Exchange { float2 line[OWN]; };          // scores that a lane sends to the other half
+    static constexpr int EXCHANGE_BYTES = HALVES == 2 ? TILES * 2 * 4 * 32 * (int)sizeof(Exchange) : 0;
+    // Weights and Exchange. With two columns a barrier separates their use, and they share a place.
+    static constexpr int EXCHANGE_AT = COLUMNS == 2 ? 0 : FLASH_LINES * N * 2;
+    static constexpr int BOTH = EXCHANGE_AT + EXCHANGE_BYTES, TILE_WEIGHTS = FLASH_LINES * N * 2;
+    static constexpr int WEIGHT_BYTES = BOTH > TILE_WEIGHTS ? BOTH : TILE_WEIGHTS;
     static_assert((N == 64 || N == 32) && (HD == 256 || HD == 512), "tiles of 32 keys and half dims of 256");
 
-    int columns, tile, half, line0;    // which 32 keys, which of TILES and HALVES, first of LINES lines
+    int columns, tile, half, line0;    // which 32 keys; which of TILES and of HALVES; first of LINES lines
     int out_dim0;
 
     __device__ Flash() {
@@ -5573,20 +5702,20 @@ template <int HD, int N> struct Flash {
     }
     __device__ int line(int l) const { return line0 + 8 * (half * OWN + l) + threadIdx.x % 32 / 4; }   // of the thread
     static size_t bytes(int n_k, int n_v) {
-        return (size_t)(SHARED_Q ? FLASH_LINES * HD * 2 : 0) + (size_t)n_v * N * HD * 2 + (size_t)N * n_k * 2 + WEIGHT_BYTES +
-               FLASH_LINES * (3 * sizeof(float) + sizeof(FlashRow));
+        return (size_t)(SHARED_Q ? FLASH_LINES * HD * 2 : 0) + (size_t)n_v * N * HD * 2 + (size_t)N * n_k * 2 +
+               WEIGHT_BYTES + FLASH_LINES * (3 * sizeof(float) + sizeof(FlashRow));
     }
 };
 
-// Chunk c of 16 bytes of row r lies at c ^ r % 8, and in rows of 64 bytes at c ^ r / 2 % 4, so that eight rows read next to
-// each other lie in different banks.
+// Chunk c (16 bytes) of row r lies at c ^ r % 8 (rows of 64 bytes: c ^ r / 2 % 4), so that eight rows that are read
+// together lie in different banks.
 __device__ static inline int flash_place(int row, int chunk, int dim) {
     return row * dim + ((chunk ^ (dim == 32 ? row >> 1 & 3 : row & 7)) << 3);
 }
 
 // The rows of the block that follow `from` in its segment.
 __device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *rows, int r0, int n_here, int from) {
-    const Sight self = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + from);
+    const RowMask self = row_mask(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + from);
     int n = 0, low = INT_MAX, end = 0, whole_low = 0, whole_end = INT_MAX;
     for (int r = from + threadIdx.x % 32; r < n_here && rows[r].seg == self.seg; r += 32) {
         const FlashRow &v = rows[r];
@@ -5601,21 +5730,21 @@ __device__ static inline FlashRun flash_run(const FlashTask &a, const FlashRow *
                        whole_end };
 }
 
-// The N keys from j0 on, rows of DIM values; zeros for keys that nobody sees.
+// Starts to copy N keys from j0 on, rows of DIM values; zeros for keys that no row sees.
 template <int DIM, int THREADS, int N>
 __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, const __half *cache,
                                          const __half *stage, int j0, __half *to) {
     constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
     const int chunk = threadIdx.x % (DIM / 8), key0 = threadIdx.x / (DIM / 8);
     const bool staged = a.staged && j0 + N > s.len;
-    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + modulo(j0, a.by_slots);
     const __half *data = cache + slot * DIM + 8 * chunk;
     const __half *stage_data = stage + ((ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len) * DIM + 8 * chunk;
-    if (j0 >= s.low && j0 + N <= s.end && (!staged || j0 >= s.len)) { // nearly all: whole, and in one place
+    if (j0 >= s.low && j0 + N <= s.end && (!staged || j0 >= s.len)) { // nearly all tiles: complete and contiguous
         const __half *from = (staged ? stage_data : data) + key0 * DIM;
         to += key0 * DIM;
 #pragma unroll
-        for (int k = 0; k < N; k += STEP)     // key0 < STEP, so the bits of key0 and k do not meet
+        for (int k = 0; k < N; k += STEP)     // key0 < STEP, so key0 and k have no bit in common
             copy_ahead(to + k * DIM + ((chunk ^ key0 % 8 ^ k % 8) << 3), from + k * DIM);
         return;
     }
@@ -5628,29 +5757,30 @@ __device__ static inline void flash_copy(const FlashTask &a, const FlashRun &s, 
     }
 }
 
-// Whether all keys of the tile from j0 on are seen by some row, and lie in the cache.
-template <int N> __device__ static inline bool flash_whole(const FlashTask &a, const FlashRun &s, int j0) {
+// Are all keys of the tile from j0 on visible to some row, and in the cache?
+template <int N> __device__ static inline bool flash_in_cache(const FlashTask &a, const FlashRun &s, int j0) {
     return j0 >= s.low && j0 + N <= (a.staged ? min(s.end, s.len) : s.end);
 }
 
-// Rows of a plane from key j0 on as they lie in the cache, and behind them their scales, to raw.
+// Starts to copy the quantised rows of a plane from key j0 on to raw, then their scales.
 template <int THREADS, int N>
-__device__ static inline void flash_ask(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0, char *raw) {
+__device__ static inline void flash_prefetch(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0,
+                                             char *raw) {
     const int bytes = N * 16 * p.chunks, scale_bytes = N * p.scale_bytes;
-    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + modulo(j0, a.by_slots);
     const char *codes = p.codes + slot * (16 * p.chunks), *scales = p.scales + slot * p.scale_bytes;
     for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) copy_ahead(raw + i, codes + i);
     for (int i = 16 * threadIdx.x; i < scale_bytes; i += 16 * THREADS) copy_ahead(raw + bytes + i, scales + i);
 }
 
-// The N keys from j0 on as flash_copy leaves them, each thread its values of a row at a time.   raw: where
-// flash_ask brought them; NULL: they are where they lie
+// Decodes N keys from j0 on to the layout of flash_copy; a thread decodes its 8 values of a row at a time.   raw: where
+// flash_prefetch copied them; NULL: read them from the cache
 template <int DIM, int THREADS, int N>
 __device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s, const CodedPlane &p, int j0,
                                            const char *raw, __half *to) {
     constexpr int STEP = THREADS / (DIM / 8);          // keys at a time
     const int chunk = threadIdx.x % (DIM / 8), row_bytes = 16 * p.chunks;
-    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + rest(j0, a.by_slots);
+    const size_t slot = ((size_t)s.seq * a.n_kv_heads + s.head) * a.slots + modulo(j0, a.by_slots);
     const ptrdiff_t stage_slot = (ptrdiff_t)s.head * a.stage_slots + s.seg_first + j0 - s.len;
     const char *codes = raw ? raw : p.codes + slot * row_bytes;
     const char *scales = raw ? raw + N * row_bytes : p.scales + slot * p.scale_bytes;
@@ -5669,13 +5799,14 @@ __device__ static inline void flash_decode(const FlashTask &a, const FlashRun &s
     });
 }
 
-// q of a line of the block; NULL: it is not of the run.
-template <int HD> __device__ static inline const float *flash_query(const FlashTask &a, const FlashRun &s, int r0, int line) {
+// q of a line of the block; NULL: the line is not of the run.
+template <int HD>
+__device__ static inline const float *flash_query(const FlashTask &a, const FlashRun &s, int r0, int line) {
     const int row = quotient(line, a.by_group), h = line - row * a.group;
     return row >= s.from && row < s.to ? a.q + ((size_t)(r0 + row) * a.n_heads + s.head * a.group + h) * HD : NULL;
 }
 
-// q of the block's lines as halves; zeros for lines that are not of the run.
+// Writes q of the block's lines as halves; zeros for lines that are not of the run.
 template <int HD, int N>
 __device__ static inline void flash_queries(const FlashTask &a, const FlashRun &s, int r0, __half *q) {
     for (int i = threadIdx.x; i < FLASH_LINES * HD / 8; i += Flash<HD, N>::THREADS) {
@@ -5690,8 +5821,8 @@ __device__ static inline void flash_queries(const FlashTask &a, const FlashRun &
     }
 }
 
-// The warp's part of q as multiply_half() takes it: 16 lines and 256 dims, from dim 0 or 256 on. line[i]: the first dims of
-// the thread's lines; NULL: zeros. dim: how many there are
+// Loads the warp's part of q as multiply_half() takes it: 16 lines and 256 dims, from dim 0 or 256 on. line[i]: q of
+// the thread's lines, NULL: zeros. dim: its number of dims
 enum { FLASH_QUERIES = 256 / 16 };
 __device__ static inline void flash_own_queries(const float *const line[2], int half, int dim,
                                                 unsigned (&q)[FLASH_QUERIES][4]) {
@@ -5703,8 +5834,8 @@ __device__ static inline void flash_own_queries(const float *const line[2], int 
     }
 }
 
-// s (LINES lines, 32 keys) += q k for 64 dims. k: from the first of the keys and dims on, `dim` to a row. lines(m, d, r):
-// lines 16 m .. of dims d .. d + 15, as multiply_half() takes them
+// s (LINES lines, 32 keys) += q k for 64 dims. k: first key and dim, `dim` values to a row. lines(m, d, r): gives lines
+// 16 m .. of dims d .. d + 15 as multiply_half() takes them
 template <int M, typename Lines>
 __device__ static inline void flash_scores(float (&s)[M][4][4], const __half *k, int dim, Lines lines) {
     const int lane = threadIdx.x % 32, right = (lane / 8 % 2 ^ lane % 8) << 3;
@@ -5723,43 +5854,50 @@ __device__ static inline void flash_scores(float (&s)[M][4][4], const __half *k,
     }
 }
 
-// Scores of the lines that the warp of the other half goes on with, and after a barrier of the block those of its own: the
-// first OWN lines of s become their sums.   room (TILES, 2, 4, 32)
+// flash_send_half writes the partial scores of the lines that the warp of the other half keeps. After a barrier of the
+// block,
+// flash_add_half adds what this warp received: the first OWN lines of s become complete scores.   room (TILES, 2, 4,
+// 32)
 template <int HD, int N>
-__device__ static inline void flash_hand_over(const Flash<HD, N> &f, const float (&s)[Flash<HD, N>::M][4][4], char *room) {
+__device__ static inline void flash_send_half(const Flash<HD, N> &f, const float (&s)[Flash<HD, N>::M][4][4],
+                                              char *room) {
     typedef Flash<HD, N> Shape;
-    typename Shape::Given *other = (typename Shape::Given *)room + (f.tile * 2 + 1 - f.half) * 128 + threadIdx.x % 32;
+    typedef typename Shape::Exchange Exchange;
+    Exchange *other = (Exchange *)room + (f.tile * 2 + 1 - f.half) * 128 + threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        typename Shape::Given given;
+        typename Shape::Exchange exchange;
 #pragma unroll
         for (int l = 0; l < Shape::OWN; l++) {
             const float *low = &s[l / 2][n][l % 2 * 2], *high = &s[(Shape::OWN + l) / 2][n][(Shape::OWN + l) % 2 * 2];
-            given.line[l] = f.half ? make_float2(low[0], low[1]) : make_float2(high[0], high[1]);
+            exchange.line[l] = f.half ? make_float2(low[0], low[1]) : make_float2(high[0], high[1]);
         }
-        other[32 * n] = given;
+        other[32 * n] = exchange;
     }
 }
 template <int HD, int N>
-__device__ static inline void flash_take_over(const Flash<HD, N> &f, float (&s)[Flash<HD, N>::M][4][4], const char *room) {
+__device__ static inline void flash_add_half(const Flash<HD, N> &f, float (&s)[Flash<HD, N>::M][4][4],
+                                             const char *room) {
     typedef Flash<HD, N> Shape;
-    const typename Shape::Given *mine = (const typename Shape::Given *)room + (f.tile * 2 + f.half) * 128 + threadIdx.x % 32;
+    typedef typename Shape::Exchange Exchange;
+    const Exchange *mine = (const Exchange *)room + (f.tile * 2 + f.half) * 128 + threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        const typename Shape::Given given = mine[32 * n];
+        const typename Shape::Exchange exchange = mine[32 * n];
 #pragma unroll
         for (int l = 0; l < Shape::OWN; l++) {
             float *low = &s[l / 2][n][l % 2 * 2];
             const float *high = &s[(Shape::OWN + l) / 2][n][(Shape::OWN + l) % 2 * 2];
-            low[0] = (f.half ? high[0] : low[0]) + given.line[l].x;
-            low[1] = (f.half ? high[1] : low[1]) + given.line[l].y;
+            low[0] = (f.half ? high[0] : low[0]) + exchange.line[l].x;
+            low[1] = (f.half ? high[1] : low[1]) + exchange.line[l].y;
         }
     }
 }
 
-// Scores of keys that a line does not see become -Inf. j0: the first key of the tile.
+// Sets scores of keys that a line does not see to -Inf. j0: first key of the tile.
 template <int HD, int N>
-__device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, N> &f, const FlashRun &s, const FlashRow *rows,
+__device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, N> &f, const FlashRun &s,
+                                         const FlashRow *rows,
                                          int n_here, int j0, float (&score)[Flash<HD, N>::M][4][4]) {
 #pragma unroll
     for (int l = 0; l < Flash<HD, N>::OWN; l++) {
@@ -5773,7 +5911,7 @@ __device__ static inline void flash_mask(const FlashTask &a, const Flash<HD, N> 
     }
 }
 
-// The largest score of line l among the warp's keys.
+// The maximum of line l over the warp's keys.
 template <int M> __device__ static inline float flash_top(const float (&s)[M][4][4], int l) {
     float most = -INFINITY;
 #pragma unroll
@@ -5782,15 +5920,17 @@ template <int M> __device__ static inline float flash_top(const float (&s)[M][4]
     return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
 }
 
-// Softmax of a tile: weights (FLASH_LINES, N) of the keys, and what the sums before this tile shrink by. tops: (2,
-// FLASH_LINES) the largest scores, where a line's keys are with two warps. top, sum: of the thread's lines; sum is that of
-// its own keys. Weights are exp2(scale * score - scale * top). A top that is too low does no harm as long as they stay
-// within 2^FLASH_SLACK, where f16 is as exact as below 1; so it seldom moves, and sums seldom shrink.
+// Softmax of a tile: writes the weights (FLASH_LINES, N) of its keys, and the factor for what was added before
+// (rescale). tops: (2, FLASH_LINES) maxima, where two warps have the keys of a line. top, sum: of the thread's lines;
+// sum is over its own keys. A weight is exp2(scale * score - scale * top). A top that is too low does no harm while
+// weights stay within 2^FLASH_SLACK, where f16 is as exact as below 1. So top seldom changes, and acc is seldom
+// rescaled.
 enum { FLASH_SLACK = 8 };
 template <int HD, int N>
-__device__ static inline void flash_weigh(const Flash<HD, N> &f, const float (&s)[Flash<HD, N>::M][4][4], float scale,
-                                          const float *tops, float (&top)[Flash<HD, N>::OWN], float (&sum)[Flash<HD, N>::OWN],
-                                          __half *weights, float *shrink) {
+__device__ static inline void flash_softmax(const Flash<HD, N> &f, const float (&s)[Flash<HD, N>::M][4][4], float scale,
+                                          const float *tops, float (&top)[Flash<HD, N>::OWN],
+                                          float (&sum)[Flash<HD, N>::OWN],
+                                          __half *weights, float *rescale) {
     const int k2 = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int l = 0; l < Flash<HD, N>::OWN; l++) {
@@ -5808,13 +5948,13 @@ __device__ static inline void flash_weigh(const Flash<HD, N> &f, const float (&s
             *(__half2 *)(weights + flash_place(line, f.columns * 4 + n, N) + k2) = p;
         }
         sum[l] = __fmaf_rn(sum[l], less, more), top[l] = now;
-        if (f.columns == 0 && k2 == 0) shrink[line] = less;
+        if (f.columns == 0 && k2 == 0) rescale[line] = less;
     }
 }
 
-// acc (64 lines, 64 dims) += weights v, after acc was scaled by shrink. v: from the first of the dims on.
+// acc (64 lines, 64 dims) += weights v, after acc is multiplied with rescale. v: first of the dims.
 template <int HD, int N>
-__device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *shrink,
+__device__ static inline void flash_values(float (&acc)[4][8][4], const __half *weights, const float *rescale,
                                            const __half *v) {
     const int lane = threadIdx.x % 32, right_v = (lane / 16 ^ lane % 8) << 3;
     const int right_p = N == 32 ? (lane / 16 ^ (lane >> 1 & 3)) << 3 : right_v;
@@ -5824,7 +5964,7 @@ __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) less[m][e] = shrink[16 * m + 8 * e + lane / 4], shrinks |= less[m][e] != 1;
+        for (int e = 0; e < 2; e++) less[m][e] = rescale[16 * m + 8 * e + lane / 4], shrinks |= less[m][e] != 1;
     if (__any_sync(~0u, shrinks))
 #pragma unroll
         for (int m = 0; m < 4; m++)
@@ -5849,13 +5989,14 @@ __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *
     }
 }
 
-// The lines of a run, to where attention writes: acc divided by the sums.   o (PUT, HD + ROW_PAD), over q and tiles; sums
-// (2, FLASH_LINES)
+// Stores the lines of a run: acc divided by the sums.   o (STORED, HD + ROW_PAD), in the place of q and tiles; sums (2,
+// FLASH_LINES)
 template <int HD, int N, bool CODED>
-__device__ static inline void flash_put(const FlashTask &a, const Flash<HD, N> &f, const FlashRun &s, int r0,
-                                        const float (&acc)[4][8][4], float (&sum)[Flash<HD, N>::OWN], float *sums, float *o) {
+__device__ static inline void flash_store(const FlashTask &a, const Flash<HD, N> &f, const FlashRun &s, int r0,
+                                         const float (&acc)[4][8][4], float (&sum)[Flash<HD, N>::OWN], float *sums,
+                                         float *o) {
     typedef Flash<HD, N> Shape;
-    constexpr int ROW = HD + ROW_PAD, PUT = Shape::PUT;
+    constexpr int ROW = HD + ROW_PAD, STORED = Shape::STORED;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int l = 0; l < Shape::OWN; l++) {
@@ -5865,9 +6006,9 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, N> &
     }
     __syncthreads();                                   // tiles have been read
 #pragma unroll
-    for (int line0 = 0; line0 < FLASH_LINES; line0 += PUT) {
+    for (int line0 = 0; line0 < FLASH_LINES; line0 += STORED) {
 #pragma unroll
-        for (int m = 0; m < PUT / 16; m++)
+        for (int m = 0; m < STORED / 16; m++)
 #pragma unroll
             for (int n = 0; n < 8; n++) {
                 const float *x = acc[line0 / 16 + m][n];
@@ -5876,14 +6017,14 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, N> &
                 *(float2 *)(at + 8 * ROW) = make_float2(x[2], x[3]);
             }
         __syncthreads();                               // values and sums are there
-        if (CODED && a.turned) {
+        if (CODED && a.rotated) {
 #pragma unroll 1
-            for (int job = threadIdx.x / 32; job < PUT * (HD / KV_ROTATION); job += Shape::WARPS)
+            for (int job = threadIdx.x / 32; job < STORED * (HD / KV_ROTATION); job += Shape::WARPS)
                 kv_rotate_back(o + job / (HD / KV_ROTATION) * ROW + job % (HD / KV_ROTATION) * KV_ROTATION);
             __syncthreads();                           // values are there
         }
 #pragma unroll 1
-        for (int job = threadIdx.x / 32; job < PUT * (HD / 128); job += Shape::WARPS) {
+        for (int job = threadIdx.x / 32; job < STORED * (HD / 128); job += Shape::WARPS) {
             const int at = job / (HD / 128), line = line0 + at, i = job % (HD / 128) * 128 + 4 * lane;
             const int row = quotient(line, a.by_group);
             if (row < s.from || row >= s.to) continue;
@@ -5891,76 +6032,89 @@ __device__ static inline void flash_put(const FlashTask &a, const Flash<HD, N> &
             const float factor = CODED && a.n_rot ? kv_tied_factor(a.v.type) : 1;
             const float scale = all == 0 ? 0 : __frcp_rn(all) * factor;
             const float4 y = *(const float4 *)(o + at * ROW + (a.n_rot ? tied_place(i, HD, a.n_rot) : i));
-            put_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
+            store_four(a.out, ((size_t)(r0 + row) * a.n_heads + s.head * a.group + line - row * a.group) * HD + i,
                      make_float4(y.x * scale, y.y * scale, y.z * scale, y.w * scale));
         }
-        __syncthreads();                               // the next lines, or the next run, may have shared memory
+        __syncthreads();                               // shared memory is free for the next lines or the next run
     }
 }
 
 // flash: softmax(scale * q k) v for the rows of a prompt, FLASH_LINES lines of one KV head.
-//   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h, f16; N_K < HD: tied, V serves the rest of K
+//   shapes    q (n_rows, n_heads, HD), cache and stage as in gemma4.h; N_K < HD: tied, V serves the rest of K
 //   launch    grid (ceil(n_rows / rows), n_kv_heads), block Flash::THREADS, dynamic shared memory Flash::bytes
-//   traffic   every key in sight once for FLASH_LINES lines, 2 * (N_K + HD) B, for 4 * HD FLOP a line. Blocks side by side
-//             walk over the same keys and share them in L2
-//   numerics  q in f16, scores on tensor cores with f32 sums, those of HALVES of the dims added. Online softmax in f32,
-//             by tiles of N keys, aligned to key 0; weights are rounded to f16, and so summed; O += P V with
-//             f32 sums. Lines never meet: a row's result depends on what it sees alone
-//   time      the next K is on its way while this one's values are added up; the next V all the while if n_v is 2.
-//             CODED: tiles are filled before they are used, from codes that came a tile ahead if `asks`
-//             LISTED: tiles are those of listed blocks, in their order; all blocks listed: the bits of none
+//   CODED     the cache is quantised: tiles are decoded before they are used, from codes prefetched a tile ahead if
+//             `prefetches`
+//   LISTED    only the tiles of listed blocks, in their order; if all blocks are listed, the bits of the unlisted
+//             kernel
+//   traffic   every visible key once for FLASH_LINES lines, 2 * (N_K + HD) B for 4 * HD FLOP a line. Neighbouring
+//             blocks read the same keys and share them in L2
+//   numerics  q in f16, scores on tensor cores with f32 sums, the HALVES of the dims added. Online softmax in f32, by
+//             tiles of N keys, aligned to key 0; weights are rounded to f16 and summed so; O += P V with f32 sums.
+//             Lines do not mix: a row's result depends only on what it sees
 //   see       cpu_attend
+//
+// One tile, f16. A copy runs from its start until the wait for it; V has one buffer, or two if n_v is 2:
+//
+//     wait K(i)   scores        add the halves   softmax     wait V(i)   output += weights V
+//     | start V(i) -------------------------------------------^          |
+//     |                     | start K(i + 1) ---------------------------- until the next tile
+//
+// K(i + 1) may overwrite K(i) after the first barrier that follows the last read of K(i). With n_v = 2 (tied: scores
+// read V too), V(i + 1) starts where V(i) does here.
 template <int HD, int N, int N_K, bool CODED, bool LISTED>
 __global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THREADS)
     flash_kernel(const __grid_constant__ FlashTask a) {
     typedef Flash<HD, N> Shape;
     constexpr int HALVES = Shape::HALVES, THREADS = Shape::THREADS;
     constexpr bool TIED = N_K < HD, TWO_COLUMNS = Shape::COLUMNS == 2;
-    // K has been read by all after the barrier that follows its last reader: that of the halves, of the tops or of weights
+    // The barrier after the last read of K(i): of the halves, of the maxima, or else of the weights.
     constexpr bool K_BEFORE_V = HALVES == 2 || TWO_COLUMNS;
-    take_turn();
+    wait_for_previous_kernel();
     const Shape f;
     const int n_v = a.n_v;
-    __half *q = (__half *)shared_bytes;                // (FLASH_LINES, HD) or none
+    __half *q = (__half *)shared_bytes;                // (FLASH_LINES, HD), or none
     __half *v_tiles = q + (Shape::SHARED_Q ? FLASH_LINES * HD : 0);    // (n_v, N, HD)
     __half *k_tile = v_tiles + n_v * N * HD, *weights = k_tile + N * N_K;              // (N, N_K); (FLASH_LINES, N)
-    char *given = (char *)weights + Shape::GIVEN_AT;
+    char *exchange = (char *)weights + Shape::EXCHANGE_AT;
     float *tops = (float *)((char *)weights + Shape::WEIGHT_BYTES);    // (2, FLASH_LINES)
-    float *shrink = tops + 2 * FLASH_LINES;            // (FLASH_LINES)
-    FlashRow *rows = (FlashRow *)(shrink + FLASH_LINES);               // of the block
-    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows, n_here = min(a.rows, a.b.n_rows - r0);   // the longest first
+    float *rescale = tops + 2 * FLASH_LINES;           // (FLASH_LINES)
+    FlashRow *rows = (FlashRow *)(rescale + FLASH_LINES);              // of the block
+    const int r0 = (gridDim.x - 1 - blockIdx.x) * a.rows;              // the longest rows first
+    const int n_here = min(a.rows, a.b.n_rows - r0);
     if ((int)threadIdx.x < n_here) {
-        const Sight v = look(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + threadIdx.x);
+        const RowMask v = row_mask(a.b, a.n_seqs, a.window, OWN_CAUSAL, r0 + threadIdx.x);
         rows[threadIdx.x] = (FlashRow){ v.seg, v.first, v.end, v.kind == SEG_TREE, v.ancestors };
     }
     __syncthreads();
 
-    for (int from = 0; from < n_here;) {               // rows of one segment at a time: mostly there is one
+    for (int from = 0; from < n_here;) {               // rows of one segment at a time; mostly there is one
         const FlashRun run = flash_run(a, rows, r0, n_here, from);
         if (CODED && a.large_only && a.b.segs[rows[from].seg].n <= STEP_ROWS) {
             from = run.to;
             continue;
         }
         const int first = run.low / N, list = LISTED ? r0 / SELECT_ROWS * a.n_kv_heads + blockIdx.y : 0;
-        const int32_t *block = LISTED && a.blocks.n[list] >= 0 ? a.blocks.block + (size_t)list * a.blocks.n_blocks : NULL;
+        const bool listed = LISTED && a.blocks.n[list] >= 0;
+        const int32_t *block = listed ? a.blocks.block + (size_t)list * a.blocks.n_blocks : NULL;
         int n_tiles = (run.end - 1) / N - first + 1;
-        auto key0 = [&](int i) {                       // of tile i
-            return LISTED && block ? block[i / (SELECT_KEYS / N)] * SELECT_KEYS + i % (SELECT_KEYS / N) * N : (first + i) * N;
+        auto key0 = [&](int i) {                       // first key of tile i
+            if (!LISTED || !block) return (first + i) * N;
+            return block[i / (SELECT_KEYS / N)] * SELECT_KEYS + i % (SELECT_KEYS / N) * N;
         };
         if (LISTED && block) {
             n_tiles = a.blocks.n[list] * (SELECT_KEYS / N);
-            while (n_tiles && key0(n_tiles - 1) >= run.end) n_tiles--; // in sight of later rows only
+            while (n_tiles && key0(n_tiles - 1) >= run.end) n_tiles--; // visible only to later rows
         }
         auto copy_k = [&](int i) {
             if (i < n_tiles) flash_copy<N_K, THREADS, N>(a, run, a.cache_k, a.stage_k, key0(i), k_tile);
             copy_commit();
         };
         char *k_raw = (char *)(rows + FLASH_LINES), *v_raw = k_raw + N * (16 * a.k.chunks + a.k.scale_bytes);
-        auto asked = [&](int i) { return CODED && a.asks && flash_whole<N>(a, run, key0(i)); };
-        auto ask = [&](int i) {
-            if (i < n_tiles && asked(i)) {
-                flash_ask<THREADS, N>(a, run, a.k, key0(i), k_raw);
-                flash_ask<THREADS, N>(a, run, a.v, key0(i), v_raw);
+        auto prefetched = [&](int i) { return CODED && a.prefetches && flash_in_cache<N>(a, run, key0(i)); };
+        auto prefetch = [&](int i) {
+            if (i < n_tiles && prefetched(i)) {
+                flash_prefetch<THREADS, N>(a, run, a.k, key0(i), k_raw);
+                flash_prefetch<THREADS, N>(a, run, a.v, key0(i), v_raw);
             }
             copy_commit();
         };
@@ -5969,7 +6123,7 @@ __global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THR
             if (i < n_tiles) flash_copy<HD, THREADS, N>(a, run, a.cache_v, a.stage_v, key0(i), to);
             copy_commit();
         };
-        if (CODED) ask(0);
+        if (CODED) prefetch(0);
         else copy_k(0);
         if (TIED && !CODED) copy_v(0);
         unsigned own_q[FLASH_QUERIES][4];
@@ -5986,13 +6140,13 @@ __global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THR
 #pragma unroll 1
         for (int i = 0; i < n_tiles; i++) {
             const __half *v_tile = v_tiles + (CODED ? 0 : i % n_v * N * HD);
-            copied<0>();
-            __syncthreads();                           // K is there, and V if TIED; tile i - 1 has been read
+            wait_for_copies<0>();
+            __syncthreads();                           // K has arrived, and V if TIED; all are done with tile i - 1
             if (CODED) {
-                flash_decode<N_K, THREADS, N>(a, run, a.k, key0(i), asked(i) ? k_raw : NULL, k_tile);
-                flash_decode<HD, THREADS, N>(a, run, a.v, key0(i), asked(i) ? v_raw : NULL, v_tiles);
+                flash_decode<N_K, THREADS, N>(a, run, a.k, key0(i), prefetched(i) ? k_raw : NULL, k_tile);
+                flash_decode<HD, THREADS, N>(a, run, a.v, key0(i), prefetched(i) ? v_raw : NULL, v_tiles);
                 __syncthreads();                       // tile i is there
-                ask(i + 1);
+                prefetch(i + 1);
             } else if (n_v == 2) copy_v(i + 1);
             else if (!TIED) copy_v(i);
 
@@ -6003,7 +6157,9 @@ __global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THR
                 const __half *line = q + (f.line0 + lane % 16) * HD;
 #pragma unroll 2
                 for (int d = f.half * (HD / HALVES); d < (f.half + 1) * (HD / HALVES); d += 64) {
-                    auto lines = [&](int m, int e, unsigned r[4]) { load_matrices(r, line + d + (right ^ e) + 16 * m * HD); };
+                    auto lines = [&](int m, int e, unsigned r[4]) {
+                        load_matrices(r, line + d + (right ^ e) + 16 * m * HD);
+                    };
                     if (d < N_K) flash_scores(s, k_tile + column0 * N_K + d, N_K, lines);
                     else flash_scores(s, v_tile + column0 * HD + d, HD, lines);
                 }
@@ -6019,10 +6175,10 @@ __global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THR
                 }
             }
             if (HALVES == 2) {
-                flash_hand_over(f, s, given);
+                flash_send_half(f, s, exchange);
                 __syncthreads();                       // all scores are there
                 if (!CODED) copy_k(i + 1);
-                flash_take_over(f, s, given);
+                flash_add_half(f, s, exchange);
             }
             const int j0 = key0(i);
             if (j0 < run.whole_low || j0 + N > run.whole_end) flash_mask(a, f, run, rows, n_here, j0, s);
@@ -6032,33 +6188,34 @@ __global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THR
                     const float most = flash_top(s, l);
                     if (threadIdx.x % 4 == 0) tops[f.columns * FLASH_LINES + f.line(l)] = most;
                 }
-                __syncthreads();                       // the largest scores of both warps of a line are there
+                __syncthreads();                       // the maxima of both warps of a line are there
                 if (HALVES == 1 && !CODED) copy_k(i + 1);
             }
-            flash_weigh(f, s, a.scale, tops, top, sum, weights, shrink);
-            if (!TIED && !CODED) copied<K_BEFORE_V ? 1 : 0>();         // V, not yet the next K
+            flash_softmax(f, s, a.scale, tops, top, sum, weights, rescale);
+            if (!TIED && !CODED) wait_for_copies<K_BEFORE_V ? 1 : 0>();        // for V, not for the next K
             __syncthreads();                           // weights are there
             if (!K_BEFORE_V && !CODED) copy_k(i + 1);
-            flash_values<HD, N>(acc, weights, shrink, v_tile + f.out_dim0);
+            flash_values<HD, N>(acc, weights, rescale, v_tile + f.out_dim0);
             if (TIED && n_v == 1 && !CODED) {
                 __syncthreads();                       // V has been read
                 copy_v(i + 1);
             }
         }
-        flash_put<HD, N, CODED>(a, f, run, r0, acc, sum, tops, (float *)shared_bytes);
+        flash_store<HD, N, CODED>(a, f, run, r0, acc, sum, tops, (float *)shared_bytes);
         from = run.to;
     }
 }
 
-typedef struct {              // how flash carries an attend out; kernel NULL: it does not
+typedef struct {              // how flash computes an attend; kernel NULL: it cannot
     void (*kernel)(FlashTask);
     int    keys, threads, n_v;         // keys of a tile
-    int    resident;          // blocks of an SM
-    bool   asks;
+    int    resident;          // blocks of an SM at once
+    bool   prefetches;
     size_t bytes;             // of shared memory
 } FlashPlan;
 
-// With tiles of N keys; kernel NULL: an SM of this card has no room for as many blocks as its registers hold.
+// The plan with tiles of N keys; kernel NULL: an SM of this card lacks shared memory for as many blocks as it has
+// registers.
 template <int HD, int N, int N_K, bool LISTED> static FlashPlan flash_plan_of(const Cache *c) {
     typedef Flash<HD, N> Shape;
     const bool coded = is_coded(c);
@@ -6067,16 +6224,17 @@ template <int HD, int N, int N_K, bool LISTED> static FlashPlan flash_plan_of(co
     FlashPlan f = { };
     f.keys = N, f.threads = Shape::THREADS, f.resident = 256 / Shape::THREADS;
     auto fits = [&](size_t bytes) {
-        return bytes <= (size_t)cuda.card.block_shared && f.resident * (bytes + BLOCK_SYSTEM) <= (size_t)cuda.card.sm_shared;
+        return bytes <= (size_t)cuda.card.block_shared &&
+            f.resident * (bytes + BLOCK_SYSTEM) <= (size_t)cuda.card.sm_shared;
     };
-    f.n_v = N_K < HD && !coded ? 2 : 1;                // a V that K needs is fetched a tile ahead
+    f.n_v = N_K < HD && !coded ? 2 : 1;                // if scores read V too, it is copied a tile ahead
     while (f.n_v && !fits(Shape::bytes(N_K, f.n_v))) f.n_v--;
     if (!f.n_v) return f;
     f.kernel = coded ? flash_kernel<HD, N, N_K, true, LISTED> : flash_kernel<HD, N, N_K, false, LISTED>;
     f.bytes = Shape::bytes(N_K, f.n_v);
-    // Smaller blocks share an SM, and the others work while one waits.
-    f.asks = coded && f.resident == 1 && fits(f.bytes + N * row);
-    if (f.asks) f.bytes += N * row;
+    // Smaller blocks share an SM: the others work while one waits.
+    f.prefetches = coded && f.resident == 1 && fits(f.bytes + N * row);
+    if (f.prefetches) f.bytes += N * row;
     return f;
 }
 template <int HD, int N_K, bool LISTED> static FlashPlan flash_plan(const Cache *c) {
@@ -6084,8 +6242,9 @@ template <int HD, int N_K, bool LISTED> static FlashPlan flash_plan(const Cache 
     return f.kernel ? f : flash_plan_of<HD, 32, N_K, LISTED>(c);
 }
 
-// Prompts of caches of f16 and of codes with the heads of Gemma 4, where segments have rows enough for tiles.
-//   nc: columns of attend_half or attend_coded; 0: they do not take the cache
+// flash_kernel computes prompts with the head sizes of Gemma 4 on f16 and quantised caches, if segments have enough
+// rows.
+//   nc: columns of attend_half or attend_coded; 0: they cannot read this cache
 static FlashPlan flash_of(const Attend *o, int nc) {
     const Cache *c = o->cache;
     const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
@@ -6093,8 +6252,10 @@ static FlashPlan flash_of(const Attend *o, int nc) {
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL || group > FLASH_LINES) return f;
     if (!is_readable(&c->k) || !is_readable(&c->v) || (c->tail_slots && !nc)) return f;
     if (c->head_dim == 256 && c->k.dim == 256 && !o->blocks) f = flash_plan<256, 256, false>(c);
-    if (c->head_dim == 512 && c->k.dim == 512) f = o->blocks ? flash_plan<512, 512, true>(c) : flash_plan<512, 512, false>(c);
-    if (c->head_dim == 512 && c->k.dim == 128) f = o->blocks ? flash_plan<512, 128, true>(c) : flash_plan<512, 128, false>(c);
+    if (c->head_dim == 512 && c->k.dim == 512)
+        f = o->blocks ? flash_plan<512, 512, true>(c) : flash_plan<512, 512, false>(c);
+    if (c->head_dim == 512 && c->k.dim == 128)
+        f = o->blocks ? flash_plan<512, 128, true>(c) : flash_plan<512, 128, false>(c);
     return f;
 }
 
@@ -6105,19 +6266,19 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.b = *o->batch, task.n_seqs = c->n_seqs, task.window = o->window;
     task.group = o->n_heads / c->n_kv_heads, task.rows = FLASH_LINES / task.group, task.by_group = divisor(task.group);
     task.n_heads = o->n_heads, task.n_kv_heads = c->n_kv_heads;
-    task.n_rot = c->n_rot, task.n_v = f->n_v, task.asks = f->asks;
+    task.n_rot = c->n_rot, task.n_v = f->n_v, task.prefetches = f->prefetches;
     task.slots = c->slots, task.by_slots = divisor(c->slots);
     task.staged = o->staging != NULL, task.stage_slots = stage->slots;
     task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
     task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
     task.k = coded_plane(&c->k, o->staging ? &stage->k : NULL), task.v = coded_plane(&c->v, o->staging ? &stage->v : NULL);
-    task.turned = kv_group(c->v.type), task.large_only = c->tail_slots;
+    task.rotated = kv_group(c->v.type), task.large_only = c->tail_slots;
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
     if (o->blocks) task.blocks = *o->blocks;
-    while (o->blocks && SELECT_ROWS % task.rows) task.rows--;          // rows of a block have one list
+    while (o->blocks && SELECT_ROWS % task.rows) task.rows--;          // the rows of a block share one list
     const dim3 grid(div_up(n_rows, task.rows), c->n_kv_heads);
-    tell_plan("flash", grid, f->threads, f->bytes, 0, "tiles of %d keys, %d of V%s", f->keys, f->n_v,
-              f->asks ? ", codes a tile ahead" : "");
+    report_plan("flash", grid, f->threads, f->bytes, 0, "tiles of %d keys, %d of V%s", f->keys, f->n_v,
+              f->prefetches ? ", codes a tile ahead" : "");
     launch(WRITES_ACTIVATIONS, f->kernel, grid, f->threads, f->bytes, task);
     CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n_rows, o->n_heads, c->head_dim);
 }
@@ -6137,7 +6298,7 @@ template <int N> static void allow_flash(void) {
 
 // ---- caches of any types ----
 
-typedef struct {              // a key where it lies; k NULL: out of sight
+typedef struct {              // the place of a key; k NULL: not visible
     const char *k, *v;
     const uint16_t *k_scales, *v_scales;
     KvType k_type, v_type;
@@ -6148,40 +6309,40 @@ __device__ static inline PlainKey plain_key(const Cache &c, int seq, int head, i
                        kv_scales(c, c.k, seq, head, slot), kv_scales(c, c.v, seq, head, slot), c.k.type, c.v.type };
 }
 
-// attend, plain: softmax(scale * q k) v over the keys of one part, a row and up to HEADS query heads that share a KV
-// head.
+// attend, plain: softmax(scale * q k) v over the keys of one split, for a row and up to HEADS query heads that share a
+// KV head.
 //   shapes    q (n_rows, n_heads, head_dim), cache as in gemma4.h, of any types; values and stats as in attend_join;
-//             blocks as in Attend, none where n is NULL, with row0 rows before these
-//   launch    grid (n_rows, n_kv_heads * ceil(group / HEADS), parts), block 256
-//   traffic   reads K and V of the positions in sight once per row and KV head (tied: V's row serves both)
+//             blocks as in Attend, n NULL: none; row0: rows of the step before these
+//   launch    grid (n_rows, n_kv_heads * ceil(group / HEADS), splits), block 256
+//   traffic   reads K and V of the visible positions once per row and KV head (tied: V's row serves both)
 //   numerics  f32 throughout; online softmax per tile
 //   see       cpu_attend
 __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend o, Batch b, Cache c, Cache stage,
-                                                                         bool staged, Split split, float *values,
+                                                                         bool staged, Splits splits, float *values,
                                                                          float2 *stats, BlockList blocks, int row0) {
-    take_turn();
+    wait_for_previous_kernel();
     float *q = (float *)shared_bytes;                  // (HEADS, head_dim)
     __shared__ float p[HEADS][KEYS];                   // scores, then weights
-    __shared__ float max_of[HEADS], sum_of[HEADS], shrink[HEADS];
+    __shared__ float max_of[HEADS], sum_of[HEADS], rescale[HEADS];
     __shared__ PlainKey keys[KEYS];                    // of a tile
     const int hd = c.head_dim, group = o.n_heads / c.n_kv_heads, per_kv = (group + HEADS - 1) / HEADS, r = blockIdx.x;
     const int g = blockIdx.y / per_kv, head = g * group + blockIdx.y % per_kv * HEADS;
-    const int n_heads = min(HEADS, group - (int)blockIdx.y % per_kv * HEADS), part = blockIdx.z;
+    const int n_heads = min(HEADS, group - (int)blockIdx.y % per_kv * HEADS), split = blockIdx.z;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Sight self = look(b, c.n_seqs, o.window, o.own, r);
+    const RowMask self = row_mask(b, c.n_seqs, o.window, o.own, r);
     const bool has_tail = c.tail_slots && b.segs[self.seg].n <= STEP_ROWS;
-    const Share share = share_of(spans_of(self.low, self.end, split), self.low, self.end, split, part);
-    if (share.from == share.to) return;                // attend_join does not look at this part
+    const SplitTiles tiles = split_tiles(spans_of(self.low, self.end, splits), self.low, self.end, splits, split);
+    if (tiles.from == tiles.to) return;                // attend_join does not read this split
     for (int i = threadIdx.x; i < n_heads * hd; i += blockDim.x) q[i] = o.q[((size_t)r * o.n_heads + head) * hd + i];
     if (threadIdx.x < HEADS) max_of[threadIdx.x] = -INFINITY, sum_of[threadIdx.x] = 0;
     float acc[HEADS][2] = { };                         // values 2 * thread and 2 * thread + 1
-    for (int t = share.from; t < share.to; t++) {
-        __syncthreads();                               // the last tile's weights have been read
+    for (int t = tiles.from; t < tiles.to; t++) {
+        __syncthreads();                               // the weights of the last tile have been read
         if (threadIdx.x < KEYS) {
-            const int j = tile_of(share, split, t) * KEYS + threadIdx.x;
+            const int j = tile_of(tiles, splits, t) * KEYS + threadIdx.x;
             const bool in_stage = j >= self.len && staged, in_tail = !in_stage && has_tail &&
                 j > self.pos - (c.tail_slots - STEP_ROWS);
-            const bool seen = in_sight(self, o.own, j) &&
+            const bool seen = is_visible(self, o.own, j) &&
                 (!blocks.n || key_listed(blocks, (row0 + r) / SELECT_ROWS * c.n_kv_heads + g, j));
             keys[threadIdx.x] = !seen ? PlainKey{ }
                 : in_stage ? plain_key(stage, 0, g, self.seg_first + j - self.len)
@@ -6208,26 +6369,26 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
             }
         }
         __syncthreads();
-        if (warp < n_heads) {                          // a warp per head, a lane per key
+        if (warp < n_heads) {                          // a warp for each head, a lane for each key
             float *w = p[warp];
             const float s = w[lane], old = max_of[warp], now = fmaxf(old, warp_max(s));
             const float e = s == -INFINITY ? 0 : expf(s - now), more = warp_sum(e);
             w[lane] = e;
-            __syncwarp();                              // all have read max_of
+            __syncwarp();                              // all lanes have read max_of
             if (lane == 0) {
-                shrink[warp] = now == -INFINITY ? 1 : expf(old - now);
+                rescale[warp] = now == -INFINITY ? 1 : expf(old - now);
                 max_of[warp] = now;
-                sum_of[warp] = sum_of[warp] * shrink[warp] + more;
+                sum_of[warp] = sum_of[warp] * rescale[warp] + more;
             }
         }
         __syncthreads();
         const int i = 2 * threadIdx.x;
         if (i >= hd) continue;
         for (int h = 0; h < HEADS; h++)
-            if (h < n_heads) acc[h][0] *= shrink[h], acc[h][1] *= shrink[h];
+            if (h < n_heads) acc[h][0] *= rescale[h], acc[h][1] *= rescale[h];
         for (int k = 0; k < KEYS; k++) {
             const PlainKey &key = keys[k];
-            if (!key.k) continue;                      // what lies there may be anything
+            if (!key.k) continue;                      // not visible: the memory may contain anything
             float2 x = kv_read2(key.v_type, key.v, key.v_scales, i);
             if (c.n_rot) x.x *= kv_tied_factor(key.v_type), x.y *= kv_tied_factor(key.v_type);
             for (int h = 0; h < HEADS; h++)
@@ -6238,28 +6399,28 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
     __syncthreads();
     for (int h = 0; h < HEADS; h++) {
         if (h >= n_heads) break;
-        const size_t at = ((size_t)r * o.n_heads + head + h) * split.parts + part;
+        const size_t at = ((size_t)r * o.n_heads + head + h) * splits.n + split;
         if (threadIdx.x == 0) stats[at] = make_float2(max_of[h], sum_of[h]);
         if (2 * threadIdx.x < (unsigned)hd)
             values[at * hd + 2 * threadIdx.x] = acc[h][0], values[at * hd + 2 * threadIdx.x + 1] = acc[h][1];
     }
 }
 
-// Of a block, for its tiles or its lots.
-static size_t attend_room_bytes(const Cache *c, int n_stages) {
-    return is_coded(c) ? coded_room_bytes(c, n_stages) : n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
+// Shared memory of a block for its stages.
+static size_t attend_buffer_bytes(const Cache *c, int n_stages) {
+    return is_coded(c) ? coded_block_buffer_bytes(c, n_stages) : n_stages * attend_stage_bytes(c->head_dim, c->k.dim);
 }
 static size_t attend_shared(const Cache *c, int nc, int fused, int n_stages) {
     return (is_coded(c) ? coded_fixed_bytes(c->head_dim) : attend_fixed_bytes(c->head_dim, c->k.dim, nc, fused)) +
-        attend_room_bytes(c, n_stages);
+        attend_buffer_bytes(c, n_stages);
 }
 
 typedef struct {              // a block of attend_half or attend_coded
-    int columns;              // 0: this cache is not for these kernels
-    int fused;                // rows that it has room to make
+    int columns;              // 0: these kernels cannot read this cache
+    int fused;                // rows that it has shared memory to make
 } AttendShape;
 
-// As many of the wanted columns as fit together with one stage and `fused` rows.
+// As many of the wanted columns as fit, with one stage and `fused` rows.
 static int attend_columns(const Cache *c, int wanted, int fused) {
     const int hd = c->head_dim;
     const size_t most = cuda.card.block_shared - STATIC_SHARED;
@@ -6274,7 +6435,7 @@ static int attend_columns(const Cache *c, int wanted, int fused) {
     return nc;
 }
 
-// With little shared memory: room for the rows of this step alone, or for none, where another launch makes them. That is
+// If shared memory is short: room for the rows of this step only, or for none (then another launch makes them). That is
 // worth more columns if the cache is long.
 static AttendShape attend_shape(const Cache *c, int wanted, int n_rows) {
     const int rooms[] = { FUSED_ROWS, min_int(n_rows, FUSED_ROWS), 0 };
@@ -6286,21 +6447,22 @@ static AttendShape attend_shape(const Cache *c, int wanted, int n_rows) {
     return s;
 }
 
-// Tiles or swaths under way: as many as leave room for the blocks that an SM gets, or can hold. 0: see coded_ring_bytes
+// Stages: as many as leave shared memory for the blocks that an SM gets, or can hold. 0: see coded_warp_buffer_bytes
 static int attend_stages(const Cache *c, AttendShape s, size_t n_blocks) {
     const int most = (int)((n_blocks + cuda.card.n_sm - 1) / cuda.card.n_sm), least = !is_coded(c);
     auto fewer = [&](int n) { return is_coded(c) ? n / 2 : n - 1; };
     auto fit = [&](int n, int blocks) {
         const size_t bytes = attend_shared(c, s.columns, s.fused, n) + STATIC_SHARED;
-        return bytes <= (size_t)cuda.card.block_shared && blocks * (bytes + BLOCK_SYSTEM) <= (size_t)cuda.card.sm_shared;
+        return bytes <= (size_t)cuda.card.block_shared &&
+            blocks * (bytes + BLOCK_SYSTEM) <= (size_t)cuda.card.sm_shared;
     };
     int wanted = min_int(is_coded(c) ? 1 : attend_blocks(c->head_dim, s.columns), most), n = MAX_STAGES;
-    if (!fit(max_int(least, 1), wanted)) wanted = 1;   // fewer stages would not bring another block
+    if (!fit(max_int(least, 1), wanted)) wanted = 1;   // fewer stages would not make room for another block
     while (n > least && !fit(n, wanted)) n = fewer(n);
     return n;
 }
 
-// An attend of the rows from r on: their q and out.
+// The attend of the rows from r on: their q and out.
 static Attend attend_from(const Attend *o, int r) {
     const size_t at = (size_t)r * o->n_heads * o->cache->head_dim;
     Attend from_r = *o;
@@ -6310,17 +6472,18 @@ static Attend attend_from(const Attend *o, int r) {
     return from_r;
 }
 
-// Whether attend_half carries out the store of an attend as well. step: rows of a launch.
+// Does attend_half include the store of this attend? step: rows of a launch.
 static bool makes_store(const Attend *o, int step, int fused) {
     const QkvStore *s = o->store;
     if (!s || s->dump_q || s->dump_q_pos || s->dump_k || s->dump_k_pos || s->dump_v) return false;
-    // Rows that nobody sees would not be made.
+    // Rows that no query sees would not be made.
     return s->rope.n_pairs && s->rope.n_pairs % 4 == 0 && !o->staging && (o->own != OWN_NONE || !s->k) &&
         o->batch->n_rows <= min_int(fused, step);
 }
 
-// The rows of a step, or some of them, as attend_half takes them. makes: it carries out o->store
-static AttendTask attend_task(const Attend *o, const Batch *b, const Split *split, AttendShape shape, int alone, bool makes) {
+// Arguments of attend_half for some rows of a step. makes: it includes o->store
+static AttendTask attend_task(const Attend *o, const Batch *b, const Splits *splits, AttendShape shape, int alone,
+                              bool makes) {
     const Cache *c = o->cache, *stage = o->staging ? o->staging : c;
     const QkvStore *store = o->store;
     const int group = o->n_heads / c->n_kv_heads, nc = shape.columns, heads = min_int(group, nc);
@@ -6341,72 +6504,73 @@ static AttendTask attend_task(const Attend *o, const Batch *b, const Split *spli
         if (c->n_rot) t.w_k = c->fold;
         t.inv_freq = store->rope.inv_freq, t.by_pairs = divisor(store->rope.n_pairs), t.eps = store->eps;
     }
-    t.split = *split, t.n_k = c->k.dim, t.n_rot = c->n_rot;
+    t.splits = *splits, t.n_k = c->k.dim, t.n_rot = c->n_rot;
     while (8 << t.k_bits < c->k.dim) t.k_bits++;
     t.slots = c->slots, t.by_slots = divisor(c->slots), t.stage_slots = stage->slots;
     t.stage_k = (const __half *)stage->k.data, t.stage_v = (const __half *)stage->v.data;
     t.cache_k = (__half *)c->k.data, t.cache_v = (__half *)c->v.data;
     t.scale = o->scale, t.out = o->out, t.arrived = cuda.arrived;
     t.values = cuda.partial;
-    t.stats = (float2 *)(t.values + (size_t)b->n_rows * o->n_heads * split->parts * c->head_dim);
+    t.stats = (float2 *)(t.values + (size_t)b->n_rows * o->n_heads * splits->n * c->head_dim);
     return t;
 }
 
-// The same for attend_coded.
-static CodedTask coded_task(const AttendTask *t, const Attend *o, bool beside_flash) {
+// The same for attend_coded_kernel.
+static CodedTask coded_task(const AttendTask *t, const Attend *o, bool with_flash) {
     const Cache *c = o->cache, tail = tail_of(*c);
     CodedTask task = { };
     task.a = *t;
     task.keys = coded_keys(c, o->staging);
     if (c->tail_slots) task.tail = coded_keys(&tail, NULL), task.tail_reach = c->tail_slots - STEP_ROWS;
-    task.n_lots = t->n_stages ? 2 * t->n_stages : 1, task.v_at = t->n_stages ? (int)lot_bytes(&c->k) : 0;
-    task.stage_bytes = (int)coded_ring_bytes(c, 1), task.ring_bytes = (int)coded_ring_bytes(c, t->n_stages);
-    task.turned = kv_group(c->v.type);
-    task.beside_flash = beside_flash;
+    task.n_in_flight = t->n_stages ? 2 * t->n_stages : 1, task.v_at = t->n_stages ? (int)subtile_bytes(&c->k) : 0;
+    task.stage_bytes = (int)coded_warp_buffer_bytes(c, 1);
+    task.buffer_bytes = (int)coded_warp_buffer_bytes(c, t->n_stages);
+    task.rotated = kv_group(c->v.type);
+    task.with_flash = with_flash;
     return task;
 }
 
-// One launch of attend_half or attend_coded; whether it puts the parts together as well.
-static bool launch_attend(AttendTask *t, const Attend *o, AttendShape shape, bool beside_flash) {
+// Launches attend_half or attend_coded; returns whether the launch also combines the splits.
+static bool launch_attend(AttendTask *t, const Attend *o, AttendShape shape, bool with_flash) {
     const Cache *c = o->cache;
-    const int nc = shape.columns, hd = c->head_dim, parts = t->split.parts;
-    const dim3 grid(div_up(t->b.n_rows, t->rows), c->n_kv_heads * t->head_tiles, parts);
+    const int nc = shape.columns, hd = c->head_dim, n_splits = t->splits.n;
+    const dim3 grid(div_up(t->b.n_rows, t->rows), c->n_kv_heads * t->head_tiles, n_splits);
     t->n_stages = attend_stages(c, shape, (size_t)grid.x * grid.y * grid.z);
-    // The last block of a head puts its parts together where it can take them in at once, or nearly.
-    const size_t part_bytes = (size_t)parts * hd * sizeof(float), columns = (size_t)t->rows * t->heads;
-    const size_t room = attend_room_bytes(c, t->n_stages), shared = attend_shared(c, nc, shape.fused, t->n_stages);
-    const size_t weights = is_coded(c) ? WEIGHTED_PARTS : attend_score_bytes(hd, nc, shape.fused) / sizeof(float2);
+    // The last block of a head combines its splits if shared memory holds them at once, or nearly.
+    const size_t part_bytes = (size_t)n_splits * hd * sizeof(float), columns = (size_t)t->rows * t->heads;
+    const size_t room = attend_buffer_bytes(c, t->n_stages), shared = attend_shared(c, nc, shape.fused, t->n_stages);
+    const size_t weights = is_coded(c) ? WEIGHTED_SPLITS : attend_score_bytes(hd, nc, shape.fused) / sizeof(float2);
     t->joins = (size_t)t->b.n_rows * grid.y <= MAX_ARRIVED && part_bytes <= room &&
-        columns * part_bytes <= JOIN_BYTES && columns * parts <= weights;
+        columns * part_bytes <= JOIN_BYTES && columns * n_splits <= weights;
     t->at_once = t->joins ? (int)(room / part_bytes) : 0;
-    tell_plan(is_coded(c) ? "attend_coded" : "attend_half", grid, ATTEND_THREADS, shared, 0,
-              "%d columns, %d parts, %d stages%s", nc, parts, t->n_stages, t->joins ? ", joins" : "");
+    report_plan(is_coded(c) ? "attend_coded" : "attend_half", grid, ATTEND_THREADS, shared, 0,
+              "%d columns, %d parts, %d stages%s", nc, n_splits, t->n_stages, t->joins ? ", joins" : "");
     if (is_coded(c))
-        launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, ATTEND_THREADS, shared, coded_task(t, o, beside_flash));
+        launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, ATTEND_THREADS, shared, coded_task(t, o, with_flash));
     else
-        launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc, shape.fused == FUSED_ROWS), grid, ATTEND_THREADS, shared,
-               *t);
-    return t->joins || parts == 1;
+        launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc, shape.fused == FUSED_ROWS), grid, ATTEND_THREADS,
+               shared, *t);
+    return t->joins || n_splits == 1;
 }
 
 static void cuda_attend(const Attend *o) {
     const Cache *c = o->cache;
     const int hd = c->head_dim, n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
-    const Split split = split_of(c, n_rows);
+    const Splits splits = plan_splits(c, n_rows);
     if (hd > 2 * ATTEND_THREADS || hd % 8 || c->n_rot % 4) cuda_die("attend: heads of %d values are not supported", hd);
     if (o->out.q && hd % 32) cuda_die("attend: expected heads of whole groups for int8, got %d values", hd);
-    // Many rows go through some at a time, as far as there is room for what parts leave.
-    const size_t row_bytes = (size_t)o->n_heads * split.parts * (hd + 2) * sizeof(float);
+    // If there are many rows, some at a time, as many as scratch holds splits of.
+    const size_t row_bytes = (size_t)o->n_heads * splits.n * (hd + 2) * sizeof(float);
     if (row_bytes > PARTIAL_BYTES) cuda_die("attend: n_heads=%d head_dim=%d is not supported", o->n_heads, hd);
-    const int alone = div_up(n_rows, max_int(1, o->batch->n_segs));    // rows of a segment, more or less
+    const int alone = div_up(n_rows, max_int(1, o->batch->n_segs));    // rows of a segment, roughly
     AttendShape shape = attend_shape(c, min_int(alone, STEP_ROWS) * group, n_rows);
     const FlashPlan flash = flash_of(o, shape.columns);
-    if (o->blocks && !flash.kernel) shape.columns = 0; // attend_plain takes all caches, the other two no lists
-    const int step = shape.columns && split.parts == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
+    if (o->blocks && !flash.kernel) shape.columns = 0; // attend_plain reads all caches; the other two know no lists
+    const int step = shape.columns && splits.n == 1 ? n_rows : (int)(PARTIAL_BYTES / row_bytes);
     const bool makes = shape.columns && !is_coded(c) && makes_store(o, step, shape.fused);
     if (o->store && !makes) cuda_qkv_store(o->store);
     if (flash.kernel) attend_flash(o, &flash);
-    if (flash.kernel && !c->tail_slots) return;        // segments that read a tail are not for flash
+    if (flash.kernel && !c->tail_slots) return;        // flash does not compute segments that read a tail
     for (int r = 0; r < n_rows; r += step) {
         const int n = min_int(step, n_rows - r);
         const Attend some = attend_from(o, r);
@@ -6414,32 +6578,32 @@ static void cuda_attend(const Attend *o) {
         Batch b = *o->batch;
         b.rows += r;
         b.n_rows = n;
-        float2 *stats = (float2 *)(cuda.partial + (size_t)n * o->n_heads * split.parts * hd);
+        float2 *stats = (float2 *)(cuda.partial + (size_t)n * o->n_heads * splits.n * hd);
         bool joined = false;
         if (shape.columns) {
-            AttendTask task = attend_task(&some, &b, &split, shape, alone, makes);
-            task.fine = n_rows <= STEP_ROWS;
+            AttendTask task = attend_task(&some, &b, &splits, shape, alone, makes);
+            task.precise_q = n_rows <= STEP_ROWS;
             joined = launch_attend(&task, &some, shape, flash.kernel != NULL);
         } else {
-            const dim3 grid(n, c->n_kv_heads * div_up(group, HEADS), split.parts);
+            const dim3 grid(n, c->n_kv_heads * div_up(group, HEADS), splits.n);
             const size_t shared = HEADS * hd * sizeof(float);
-            tell_plan("attend_plain", grid, ATTEND_THREADS, shared, 0, "%d heads, %d parts", HEADS, split.parts);
-            launch(WRITES_ACTIVATIONS, attend_plain_kernel, grid, ATTEND_THREADS, shared, some, b, *c, stage, o->staging != NULL,
-                   split, cuda.partial, stats, o->blocks ? *o->blocks : BlockList{ }, r);
+            report_plan("attend_plain", grid, ATTEND_THREADS, shared, 0, "%d heads, %d parts", HEADS, splits.n);
+            launch(WRITES_ACTIVATIONS, attend_plain_kernel, grid, ATTEND_THREADS, shared, some, b, *c, stage,
+                   o->staging != NULL, splits, cuda.partial, stats, o->blocks ? *o->blocks : BlockList{ }, r);
         }
         CHECK_LAUNCH("attend n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
         if (joined) continue;
-        const bool turned = kv_group(c->v.type);
-        const int values = join_values(turned);
-        launch(WRITES_ACTIVATIONS, turned ? attend_join_kernel<true> : attend_join_kernel<false>,
-               dim3(n, o->n_heads, div_up(hd, values)), 128, split.parts * values * sizeof(float), some, b, *c, split,
+        const bool rotated = kv_group(c->v.type);
+        const int values = join_values(rotated);
+        launch(WRITES_ACTIVATIONS, rotated ? attend_join_kernel<true> : attend_join_kernel<false>,
+               dim3(n, o->n_heads, div_up(hd, values)), 128, splits.n * values * sizeof(float), some, b, *c, splits,
                cuda.partial, stats);
         CHECK_LAUNCH("attend_join n_rows=%d n_heads=%d head_dim=%d", n, o->n_heads, hd);
     }
 }
 
 // ==== [9] Output: head, sampling =====================================================================================
-// Logits, top-k, sampling, verification of drafts: a first reader can pass over it.
+// Logits, top-k, sampling, verification of drafts. A first reader can skip it.
 #include "parts/sample.cuh"
 
 // ==== [10] The device, the table of operations =======================================================================
@@ -6449,15 +6613,18 @@ static Ops all_operations(void) {
     Ops ops = { };
     ops.name = "cuda";
     ops.memory = cuda_memory, ops.weight_bytes = cuda_weight_bytes, ops.upload = cuda_upload;
-    ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve, ops.release = cuda_release;
+    ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve;
+    ops.release = cuda_release;
     ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait, ops.fence = cuda_fence;
-    ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules, ops.launches = cuda_launches;
+    ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules;
+    ops.launches = cuda_launches;
     ops.card = cuda_card;
     ops.embed = cuda_embed, ops.pair = cuda_pair, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul;
     ops.gate_up = cuda_gate_up, ops.route = cuda_route, ops.expert_gate_up = cuda_expert_gate_up;
     ops.expert_down = cuda_expert_down, ops.ple_inject = cuda_ple_inject, ops.close = cuda_close;
     ops.gather_rows = cuda_gather_rows, ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select;
-    ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit, ops.kv_copy = cuda_kv_copy;
+    ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit;
+    ops.kv_copy = cuda_kv_copy;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
     ops.verify_walk = cuda_verify_walk, ops.head_centroid = cuda_head_centroid;
     return ops;
@@ -6471,9 +6638,11 @@ const Ops *cuda_ops(void) {
 }
 
 // ---- plans without a GPU ----
-// Sizes of weights and scratch need none. A model that is loaded asks for these first: init and reserve.
+// Sizes of weights and scratch need no GPU. Loading a model calls init and reserve first, which end the process here.
 
-static void die_without_gpu(void) { cuda_die("there is no GPU to run on: without one the card can only be planned for"); }
+static void die_without_gpu(void) {
+    cuda_die("there is no GPU to run on: without one the card can only be planned for");
+}
 static void init_nothing(const Limits *) { die_without_gpu(); }
 static void *reserve_nothing(size_t) { die_without_gpu(); return NULL; }
 static const Card *pretended_card(void) { return &cuda.card; }

@@ -1,11 +1,14 @@
-/* attend_coded.cuh - attention over KV caches of quantised types (q8_0, q4_0, tq3, tq4) in steps of up to 64 rows. A part of
- * gemma4_kernels.cu, which includes it in its section [8].
+/* attend_coded.cuh - attention over KV caches of quantised types (q8_0, q4_0, tq3, tq4) in steps of up to 64 rows. A
+ * part of gemma4_kernels.cu, which includes it in its section [8].
  *
- * HOLDS        the reading of quantised rows as f16 (flash_kernel uses it as well), attend_coded_kernel, and the sizes and
- *              arguments of its launch
- * MAY USE      sections [1] to [7] of gemma4_kernels.cu and what stands before the include in [8]; parts/kv.h, which
- *              defines the quantised types
+ * HOLDS        reading of quantised rows as f16 (flash_kernel uses it too), attend_coded_kernel, and the sizes and
+ * arguments
+ *              of its launch
+ * MAY USE      sections [1] to [7] of gemma4_kernels.cu and, of [8], what precedes the include; parts/kv.h, which
+ * defines the
+ *              quantised types
  * BEGIN        with the design comment of [2], then attend_coded_kernel in [6], then what it calls
+ * WORDS        as in gemma4_kernels.cu; below, t = lane / 4 and k = lane % 4
  *   [1] Quantised rows as halves      [4] Scores and weights of 16 keys
  *   [2] Design, arguments, memory     [5] Values of 16 keys, one warp's keys
  *   [3] Codes as integers, copies     [6] The kernel and its launch */
@@ -13,7 +16,7 @@
 #define ATTEND_CODED_CUH
 
 // ==== [1] Quantised rows as halves ===================================================================================
-// Values of a row as halves, wherever the row lies; parts/kv.h says what it consists of.
+// Values of a row as halves; parts/kv.h defines the bytes of a row.
 
 static bool is_readable(const KvPlane *p) { return p->type == KV_F16 || kv_group(p->type); }
 
@@ -24,14 +27,14 @@ template <KvType T> struct CodedType {                 // kv_group(T), run_of(T)
     static constexpr int run = T == KV_TQ3 ? 16 : T == KV_Q8_0 ? 2 : 4;
 };
 
-// Two bytes of 0 .. 255, less `zero`, as halves times scale: those at 0 and 1 of a word (which 0x4140), or at 2 and 3
-// (0x4342). They become the last bits of 1024 + byte.
+// Two bytes of `bytes`, 0 .. 255, as halves: (byte - zero) * scale. which 0x4140: bytes 0 and 1; 0x4342: bytes 2 and 3.
+// A byte becomes the low byte of 0x6400, which is the f16 number 1024 + byte.
 __device__ static inline unsigned bytes_to_halves(unsigned bytes, unsigned which, unsigned zero, __half2 scale) {
     const __half2 less = __half2half2(__float2half_rn((float)(1024 + zero)));
     return half_bits(__hmul2(__hsub2(two_halves(__byte_perm(bytes, 0x64646464u, which)), less), scale));
 }
 
-// Four values whose codes are the low nibbles of a word, times scale.
+// Four values whose codes are the four low nibbles of a word, times scale.
 template <KvType T>
 __device__ static inline void nibbles_to_halves(unsigned nibbles, __half2 scale, unsigned h[2]) {
     if (T == KV_Q4_0) {
@@ -40,7 +43,7 @@ __device__ static inline void nibbles_to_halves(unsigned nibbles, __half2 scale,
         h[1] = bytes_to_halves(bytes, 0x4342, 8, scale);
         return;
     }
-    unsigned high, low = 0;                            // bytes of +-{1 3 5 8} or {1 4 7 10 13 17 22 29} in f16
+    unsigned high, low = 0;                            // high bytes of +-{1 3 5 8} or {1 4 7 10 13 17 22 29} in f16
     if (T == KV_TQ3) {
         high = __byte_perm(0x4845423cu, 0xc8c5c2bcu, nibbles);
     } else {
@@ -52,7 +55,7 @@ __device__ static inline void nibbles_to_halves(unsigned nibbles, __half2 scale,
     h[1] = half_bits(__hmul2(two_halves(__byte_perm(low, high, 0x7362)), scale));
 }
 
-// Values i .. i + 7 of a row; i is a multiple of 8.
+// Reads values i .. i + 7 of a row; i is a multiple of 8.
 template <KvType T>
 __device__ static inline void read_halves(const char *row, const char *scales, int i, unsigned (&h)[4]) {
     if (T == KV_F16) {
@@ -82,35 +85,39 @@ __device__ static inline void read_halves(const char *row, const char *scales, i
 }
 
 // ==== [2] Design, arguments, memory ==================================================================================
-// A warp works alone. Rows of codes come to shared memory of its own as they lie in the cache and become halves in
-// registers, as the tensor cores take them; rows of f16 are read where they lie. So a key costs its own bytes once in
-// memory, and q and the sums are turned instead of rows. Codes are multiplied as whole numbers: a group's scale goes to
-// its scores, and to the weights of its values.
+// Every warp works alone. It copies quantised rows to its own shared memory as they lie in the cache, and converts them
+// to halves in registers, in the layout of the tensor cores; rows of f16 are read from the cache. So a key costs only
+// its own bytes of memory traffic. Rows stay Hadamard-rotated: q and the sums are rotated instead. Codes are multiplied
+// as integers: the scale of a group is applied to its scores, and to the weights of its values.
 //
-// The numbers are made positive: zero_of(type) more than what they stand for. As the last bits of a half they count
-// units of 2^-24, the smallest there are, and need nothing above them [subnormal]. What is too much comes off where it
-// is cheap: zero_of times the sum of q off the score of a group, zero_of times the sum of weights off its values.
+// The integers are made non-negative by adding zero_point(type). Then they are the low bits of an f16 subnormal, in
+// units of 2^-24, without any conversion. The zero point is subtracted where that is cheap: zero_point times the sum of
+// q from the score of a group, zero_point times the sum of weights from its values.
 //
-// The keys of a part are cut into swaths of SWATH keys; swath n belongs to stream n mod STREAMS of the part, and a warp
-// attends to one. What the streams of a part found is put together in their order. The swath's rows of K and V are a
-// lot each.
+// Subtiles of 16 keys are dealt to the warps; the results of the warps are combined in their order:
+//
+//     tile of the split     0        1        2        3        4
+//     subtile               0   1    2   3    4   5    6   7    8   9
+//     warp                  0   1    2   3    4   5    6   7    0   1
+//
+// The K rows and the V rows of a subtile are copied separately, each with the scales after the rows.
 
-enum { SWATH = 16, STREAMS = ATTEND_WARPS, CODED_COLUMNS = 8,
-       CODED_PAD = 32,        // halves between rows of q, so that lanes that read side by side read different banks
-       WEIGHTED_PARTS = 512 };         // columns times parts whose weights find room
+enum { SUBTILE = 16, CODED_WARPS = ATTEND_WARPS, CODED_COLUMNS = 8,
+       CODED_PAD = 32,        // halves between rows of q, so that lanes that read together use different banks
+       WEIGHTED_SPLITS = 512 };        // columns times splits whose weights fit
 
 typedef struct {              // K or V of a cache, or of its tail
     KvType  type;
-    int     dim;              // values
+    int     dim;              // values of a row
     int     chunks;           // of 16 bytes in a row
     int     scale_bytes;      // of a row
     int     lane_bits;        // 2^lane_bits lanes copy a row; at most 32 chunks
-    int     stride;           // bytes from row to row in a lot: an odd number of chunks, so that banks differ
+    int     stride;           // bytes from row to row in shared memory: an odd number of chunks, so that banks differ
     const char *codes, *scales;
     const char *stage_codes, *stage_scales;    // as in Attend
 } CodedPlane;
 
-typedef struct {              // the cache, or its tail
+typedef struct {              // a cache, or its tail
     CodedPlane k, v;
     int     slots;
     Divisor by_slots;
@@ -119,70 +126,72 @@ typedef struct {              // the cache, or its tail
 typedef struct {              // the parameters of attend_coded
     AttendTask a;
     CodedKeys  keys, tail;
-    int        n_lots;        // under way in a warp: 1, 2, 4 or 8
-    int        v_at;          // bytes from K to V in a stage; n_lots 1: they lie there in turn
-    int        stage_bytes, ring_bytes;        // of a swath, of a warp
-    int        tail_reach;    // a row reads that many positions up to its own in the tail; 0: there is none
-    bool       turned;        // V is in the basis of quantised rows
-    bool       beside_flash;  // which has the segments of more than STEP_ROWS rows
+    int        n_in_flight;   // copies of K or V of a subtile in flight in a warp: 1, 2, 4 or 8
+    int        v_at;          // bytes from K to V in a stage; n_in_flight 1: V follows K in the same place
+    int        stage_bytes, buffer_bytes;      // of a subtile; of a warp
+    int        tail_reach;    // a row reads this many positions, up to its own, from the tail; 0: there is none
+    bool       rotated;       // V is Hadamard-rotated
+    bool       with_flash;    // flash_kernel computes the segments of more than STEP_ROWS rows
 } CodedTask;
 
 // Dynamic shared memory of attend_coded.
-template <int HD> struct CodedRoom {
-    __half *q;                // (2, CODED_COLUMNS, HD + CODED_PAD): the halves, and what they leave behind
-    float  *weights;          // (WEIGHTED_PARTS) pairs, of parts
-    float4 *starts;           // (groups of a row of K, 4): of columns 2k, 2k + 1 and again, where sums of a group begin
-    uint4  *constants;        // (2) zeros of V for multiply_half; Tables: here, so that no compiler makes them anew
-    char   *rings;            // (STREAMS) rings of lots; then (STREAMS, CODED_COLUMNS, HD / 2 + ROW_PAD / 2) floats
+template <int HD> struct CodedSmem {
+    __half *q;                // (2, CODED_COLUMNS, HD + CODED_PAD): q in f16, and the rounding error of that
+    float  *weights;          // (WEIGHTED_SPLITS) pairs, of splits
+    float4 *starts;           // (groups of a row of K, 4) where sums of a group start: columns 2k, 2k + 1, and again
+    uint4  *constants;        // (2) zero points of V for multiply_half; Tables: in memory, else they are recomputed
+    char   *buffers;          // (CODED_WARPS) pipelines; then (CODED_WARPS, CODED_COLUMNS, HD / 2 + ROW_PAD / 2) floats
 
-    __device__ CodedRoom() {
+    __device__ CodedSmem() {
         q = (__half *)shared_bytes, weights = (float *)(q + 2 * CODED_COLUMNS * (HD + CODED_PAD));
-        starts = (float4 *)(weights + 2 * WEIGHTED_PARTS), constants = (uint4 *)(starts + HD / 32 * 4);
-        rings = (char *)(constants + 2);
+        starts = (float4 *)(weights + 2 * WEIGHTED_SPLITS), constants = (uint4 *)(starts + HD / 32 * 4);
+        buffers = (char *)(constants + 2);
     }
 };
 
-// What a warp found. Lane l, t = l / 4, k = l % 4, has columns 2k, 2k + 1; of acc[m], [0] and [1] are its value 2m of
-// them and [2] and [3] its value 2m + 1. Of each 8 * run values in a row it has `run`, from t * run on.
-template <int HD> struct Stream {
+// The result of a warp. A lane has columns 2k and 2k + 1. acc[m][0], acc[m][1]: its value 2m of them; acc[m][2],
+// acc[m][3]: its value 2m + 1. Of every 8 * run values of a row it has `run`, from t * run on.
+template <int HD> struct WarpSums {
     float acc[HD / 16][4];
-    float top[2], sum[2];     // the largest score, times log2(e); weights, of the lane's keys
+    float top[2], sum[2];     // the maximum, times log2(e); the sum of weights of the lane's keys
 };
 
 // ==== [3] Codes as integers, copies ==================================================================================
 
 enum { KV_UNITS = 1 << 24 };      // units in 1
-__device__ static inline constexpr int zero_of(KvType t) {
+__device__ static inline constexpr int zero_point(KvType t) {
     return t == KV_Q8_0 ? 128 : t == KV_TQ4 ? 32 : t == KV_Q4_0 || t == KV_TQ3 ? 8 : 0;
 }
-__device__ static inline int run_of(KvType t) { return t == KV_TQ3 ? 16 : t == KV_Q8_0 ? 2 : 4; }  // as in Stream
+__device__ static inline int run_of(KvType t) { return t == KV_TQ3 ? 16 : t == KV_Q8_0 ? 2 : 4; }  // as in WarpSums
 
-typedef struct { unsigned tq3, tq4, tq4_below, none; } Tables;         // their first halves: numbers of codes 0 .. 3
+typedef struct { unsigned tq3, tq4, tq4_below, none; } Tables;  // first halves of the tables: integers of codes 0 .. 3
 
-// Four bytes: the numbers of the low nibbles of a word. Of two tables for tq4 a nibble finds 0 in one.
+// Four bytes: the integers of the four low nibbles of a word. tq4 has two tables; a nibble finds 0 in one of them.
 template <KvType T> __device__ static inline unsigned look_up(unsigned nibbles, const Tables &first) {
-    if (T == KV_TQ3) return pick_bytes(first.tq3, 0x00030507u, nibbles);
-    return pick_bytes(first.tq4, 0x3d36312du, nibbles) | pick_bytes(first.tq4_below, 0x030a0f13u, nibbles ^ 0x8888u);
+    if (T == KV_TQ3) return permute_bytes(first.tq3, 0x00030507u, nibbles);
+    return permute_bytes(first.tq4, 0x3d36312du, nibbles) |
+        permute_bytes(first.tq4_below, 0x030a0f13u, nibbles ^ 0x8888u);
 }
 
-// Byte i of a and of b as halves; both are below 128.
+// Byte i of a and byte i of b as two subnormal halves; both bytes are below 128.
 __device__ static inline unsigned pair_of(unsigned a, unsigned b, int i) {
-    return pick_bytes(a, b, 0xc480u + 0x1111u * i);
+    return permute_bytes(a, b, 0xc480u + 0x1111u * i);
 }
 
-// Lane k of 4 has 32 of KV_ROTATION values of a key: 8 n + 4 c .. 8 n + 4 c + 3 of them are those from here on. type: of K
+// Of KV_ROTATION values of a key, lane k has 32. Its values 8 n + 4 c .. 8 n + 4 c + 3 are those from here on. type: of K
 __device__ static inline int value_at(KvType type, int n, int k, int c) {
     return type == KV_TQ3 ? 32 * k + 8 * n + 4 * c : 32 * n + (type == KV_Q8_0 ? 4 * k + 16 * c : 8 * k + 4 * c);
 }
 
-// Half h of the codes of KV_ROTATION values of keys t and t + 8, those of lane k: 16 values of a key as nibbles, or as bytes
-// in q8_0.   rows: of both keys; lot: of lanes 0 .. 15 the first 16 bytes of a key each, of the others the next 16
+// Reads half h of lane k's codes of KV_ROTATION values, for keys t and t + 8: 16 values of a key as nibbles, in q8_0 as
+// bytes.
+//   rows: of both keys; shared: lanes 0 .. 15 pass the first 16 bytes of a key each, the others the next 16
 template <KvType T>
-__device__ static inline void read_keys(const char *const (&rows)[2], const char *lot, int k, int h,
+__device__ static inline void read_keys(const char *const (&rows)[2], const char *shared, int k, int h,
                                         unsigned (&codes)[2][4]) {
     unsigned r[2][4];
-    if (T != KV_TQ3) load_matrices(r[0], lot + kv_row_bytes(T, KV_ROTATION / 2) * h);
-    if (T == KV_Q8_0) load_matrices(r[1], lot + KV_ROTATION / 2 * h + 32);
+    if (T != KV_TQ3) load_matrices(r[0], shared + kv_row_bytes(T, KV_ROTATION / 2) * h);
+    if (T == KV_Q8_0) load_matrices(r[1], shared + KV_ROTATION / 2 * h + 32);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const unsigned *words = (const unsigned *)rows[e];
@@ -197,7 +206,7 @@ __device__ static inline void read_keys(const char *const (&rows)[2], const char
     }
 }
 
-// Numbers 8 n .. 8 n + 7 of what read_keys has read of a key.
+// Integers 8 n .. 8 n + 7 of the codes that read_keys returned for a key.
 template <KvType T>
 __device__ static inline void key_numbers(const unsigned (&codes)[4], int n, const Tables &tables, unsigned (&h)[4]) {
     if (T == KV_Q4_0) {
@@ -218,81 +227,83 @@ __device__ static inline CodedRow row_at(const CodedPlane &p, size_t row) {
     return (CodedRow){ p.codes + row * (16 * p.chunks), p.scales + row * p.scale_bytes };
 }
 
-// Of key j, where it lies.
+// The row of key j in the cache or among the staged rows.
 __device__ static inline CodedRow coded_row(const AttendTask &a, const CodedKeys &from, const CodedPlane &p,
-                                            const Keys &s, int j) {
+                                            const KeyRange &s, int j) {
     if (!a.staged || j < s.len)
-        return row_at(p, ((size_t)s.seq * a.n_kv_heads + s.head) * from.slots + rest(j, from.by_slots));
+        return row_at(p, ((size_t)s.seq * a.n_kv_heads + s.head) * from.slots + modulo(j, from.by_slots));
     const size_t row = (size_t)s.head * a.stage_slots + s.seg_first + j - s.len;
     return (CodedRow){ p.stage_codes + row * (16 * p.chunks), p.stage_scales + row * p.scale_bytes };
 }
 
-// q, so that a lane's values follow each other as in value_at; starts and constants.   type: of K
+// Stores q so that a lane's values follow each other as in value_at; sets starts and constants.   type: of K
 template <int HD>
 __device__ static inline void place_queries(const AttendTask &a, const AttendBlock &b, KvType type, KvType v_type,
-                                            const CodedRoom<HD> &room) {
+                                            const CodedSmem<HD> &smem) {
     constexpr int ROW = HD + CODED_PAD;
     const int group = max(32, kv_group(type));
     if (threadIdx.x == 0) {
-        const unsigned zero = (0x8000u | zero_of(v_type)) * 0x10001u;
-        room.constants[0] = make_uint4(zero, zero, zero, zero);
-        room.constants[1] = make_uint4(0x100d0b09u, 0x2a272421u, 0x16191c1fu, 0);
+        const unsigned zero = (0x8000u | zero_point(v_type)) * 0x10001u;
+        smem.constants[0] = make_uint4(zero, zero, zero, zero);
+        smem.constants[1] = make_uint4(0x100d0b09u, 0x2a272421u, 0x16191c1fu, 0);
     }
     for (int i = 4 * threadIdx.x; i < b.n_columns * HD; i += 4 * ATTEND_THREADS) {
         const int col = i / HD, place = i % HD, row = quotient(col, a.by_heads);
         const int h = min(col - row * a.heads, b.n_heads - 1);
         const int at = place - place % KV_ROTATION + value_at(type, place % KV_ROTATION / 32, place % 32 / 8, place % 8 / 4);
         const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * HD + at);
-        const uint2 hi = halves_of(v), lo = halves_of(behind(v));
-        __half *to = room.q + col * ROW + place;
+        const uint2 hi = halves_of(v), lo = halves_of(half_residue(v));
+        __half *to = smem.q + col * ROW + place;
         *(uint2 *)to = hi, *(uint2 *)(to + CODED_COLUMNS * ROW) = lo;
         const __half2 parts[4] = { two_halves(hi.x), two_halves(hi.y), two_halves(lo.x), two_halves(lo.y) };
         float sum = 0;
         for (int n = 0; n < 4; n++) sum += __low2float(parts[n]) + __high2float(parts[n]);
         for (int n = 1; n < group / 4; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
-        float *start = (float *)(room.starts + place / group * 4 + col / 2) + col % 2;
-        if (place % group == 0) start[0] = start[2] = sum * (-(float)zero_of(type) / KV_UNITS);
+        float *start = (float *)(smem.starts + place / group * 4 + col / 2) + col % 2;
+        if (place % group == 0) start[0] = start[2] = sum * (-(float)zero_point(type) / KV_UNITS);
     }
 }
 
-typedef struct {              // what a stream reads of the cache, or of its tail
-    int first, step;          // first keys of its swaths: first, first + step, .. below last
-    int low, last;            // keys that any of the rows may read there are among low .. last - 1
-    int whole_low, whole_end; // keys that all of them read there
-    int in_line_end;          // those from low up to it lie in the cache
-    CodedRow slot0[2];        // where it has the head's first rows of K and V
-} Swaths;
+typedef struct {              // what a warp reads from a cache, or from its tail
+    int first, step;          // first keys of its subtiles: first, first + step, ... below last
+    int low, last;            // keys that some row may read there are among low .. last - 1
+    int whole_low, whole_end; // keys that all rows read there
+    int contiguous_end;       // keys from low up to here are in the cache, not staged
+    CodedRow slot0[2];        // the head's rows of K and V in slot 0
+} Subtiles;
 
-// A lot of rows that follow each other from `slot` on, behind them their scales, by a warp.   BYTES: of a row, if known,
-// else 0; slot0: row of slot 0
+// Starts to copy SUBTILE contiguous rows from `slot` on, then their scales, by a warp.   BYTES: of a row, 0: not a
+// constant; slot0: row of slot 0
 template <int BYTES>
-__device__ static inline void copy_rows(const CodedPlane &p, CodedRow slot0, int slot, char *to) {
+__device__ static inline void copy_contiguous(const CodedPlane &p, CodedRow slot0, int slot, char *to) {
     const int bytes = BYTES ? BYTES : 16 * p.chunks, stride = BYTES ? (BYTES / 16 | 1) * 16 : p.stride;
     const int bits = !BYTES ? p.lane_bits : BYTES > 256 ? 5 : BYTES > 128 ? 4 : BYTES > 64 ? 3 : 2, step = 32 >> bits;
     const int lane = threadIdx.x % 32, first = lane >> bits, at = 16 * (lane - (first << bits));
     const char *codes = slot0.codes + (size_t)(slot + first) * bytes + at;
     char *rows = to + first * stride + at;
-    if (at < bytes)                                    // a row has more than two chunks, and up to 32
-#pragma unroll (BYTES ? SWATH : 1)
-        for (int key = 0; key < SWATH; key += 2 * step) {
+    if (at < bytes)                                    // a row has more than two chunks and up to 32
+#pragma unroll (BYTES ? SUBTILE : 1)
+        for (int key = 0; key < SUBTILE; key += 2 * step) {
             copy_ahead(rows, codes), copy_ahead(rows + step * stride, codes + (size_t)step * bytes);
             rows += 2 * step * stride, codes += 2 * step * bytes;
         }
     if (lane < p.scale_bytes)
-        copy_ahead(to + SWATH * stride + 16 * lane, slot0.scales + (size_t)slot * p.scale_bytes + 16 * lane);
+        copy_ahead(to + SUBTILE * stride + 16 * lane, slot0.scales + (size_t)slot * p.scale_bytes + 16 * lane);
 }
 
-// A lot of the SWATH keys from j0 on. Those of keys outside of low .. last - 1, which get no weight, are rows of others.
-__device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &from, const CodedPlane &p, const Keys &s,
-                                       const Swaths &w, int j0, CodedRow slot0, char *to) {
+// Starts to copy SUBTILE keys from j0 on. Keys outside of low .. last - 1 get no weight; other rows are copied for
+// them.
+__device__ static inline void copy_subtile(const AttendTask &a, const CodedKeys &from, const CodedPlane &p,
+                                           const KeyRange &s,
+                                       const Subtiles &w, int j0, CodedRow slot0, char *to) {
     const int lane = threadIdx.x % 32, stride = p.stride, bytes = 16 * p.chunks, scale_bytes = p.scale_bytes;
-    char *to_scales = to + SWATH * stride;
-    if (j0 >= w.low && j0 + SWATH <= w.in_line_end) {
-        copy_rows<0>(p, slot0, rest(j0, from.by_slots), to);
+    char *to_scales = to + SUBTILE * stride;
+    if (j0 >= w.low && j0 + SUBTILE <= w.contiguous_end) {
+        copy_contiguous<0>(p, slot0, modulo(j0, from.by_slots), to);
         return;
     }
 #pragma unroll 1
-    for (int key = 0; key < SWATH; key++) {
+    for (int key = 0; key < SUBTILE; key++) {
         const CodedRow row = coded_row(a, from, p, s, min(max(j0 + key, w.low), w.last - 1));
         if (16 * lane < bytes) copy_ahead(to + key * stride + 16 * lane, row.codes + 16 * lane);
         if (2 * lane < scale_bytes)
@@ -300,52 +311,53 @@ __device__ static inline void copy_lot(const AttendTask &a, const CodedKeys &fro
     }
 }
 
-// Until the oldest of n lots under way is there, for the warp.
-__device__ static inline void wait_for_lot(int n) {
-    if (n == 8) copied<7>();
-    else if (n == 4) copied<3>();
-    else if (n == 2) copied<1>();
-    else copied<0>();
+// Waits until the oldest of n copies in flight has arrived, for the warp.
+__device__ static inline void wait_for_oldest_copy(int n) {
+    if (n == 8) wait_for_copies<7>();
+    else if (n == 4) wait_for_copies<3>();
+    else if (n == 2) wait_for_copies<1>();
+    else wait_for_copies<0>();
     __syncwarp();
 }
 
 // ==== [4] Scores and weights of 16 keys ==============================================================================
 
-// Scales of the KV_ROTATION values from d on.
-template <KvType T> struct __align__(2 * KV_ROTATION / CodedType<T>::group) TurnScales {
+// Scales of KV_ROTATION values from d on.
+template <KvType T> struct __align__(2 * KV_ROTATION / CodedType<T>::group) RotationScales {
     __half of[KV_ROTATION / CodedType<T>::group];
 };
-template <KvType T> __device__ static inline TurnScales<T> turn_scales(const char *scales, int d) {
-    return *(const TurnScales<T> *)(scales + d / CodedType<T>::group * sizeof(__half));
+template <KvType T> __device__ static inline RotationScales<T> rotation_scales(const char *scales, int d) {
+    return *(const RotationScales<T> *)(scales + d / CodedType<T>::group * sizeof(__half));
 }
 
-// s += k q over values from .. to - 1 of a swath's rows, in units.   rows: keys t and t + 8, which s[0], s[1] and s[2],
-// s[3] have; lot: as in read_keys; type: of K
+// s += k q over values from .. to - 1 of a subtile's rows, in units.   rows: keys t (scores s[0], s[1]) and t + 8
+// (s[2], s[3]); shared: as in read_keys; type: of K
 template <KvType T, int HD>
-__device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[2], const char *lot, int from, int to,
-                                          KvType type, const CodedRoom<HD> &room) {
+__device__ static inline void score_subtile(float (&s)[4], const CodedRow (&rows)[2], const char *shared, int from,
+                                            int to,
+                                          KvType type, const CodedSmem<HD> &smem) {
     constexpr int ROW = HD + CODED_PAD, GROUP = CodedType<T>::group;
     const int lane = threadIdx.x % 32, k4 = lane % 4;
-    const __half *q = room.q + lane / 4 * ROW + from + 8 * k4;
-    const float4 *starts = room.starts + from / GROUP * 4 + k4;
-    const Tables tables = *(const Tables *)(room.constants + 1);
+    const __half *q = smem.q + lane / 4 * ROW + from + 8 * k4;
+    const float4 *starts = smem.starts + from / GROUP * 4 + k4;
+    const Tables tables = *(const Tables *)(smem.constants + 1);
     const char *codes_of[2], *scales_of[2];
-    lot += kv_row_bytes(T, from);
+    shared += kv_row_bytes(T, from);
     for (int e = 0; e < 2; e++) {
         codes_of[e] = rows[e].codes + kv_row_bytes(T, from);
         scales_of[e] = rows[e].scales + from / GROUP * sizeof(__half);
     }
 #pragma unroll 1
     for (int left = to - from; left > 0; left -= KV_ROTATION) {
-        TurnScales<T> scales[2];
+        RotationScales<T> scales[2];
         if (T != KV_F16)
-            for (int e = 0; e < 2; e++) scales[e] = *(const TurnScales<T> *)scales_of[e];
+            for (int e = 0; e < 2; e++) scales[e] = *(const RotationScales<T> *)scales_of[e];
 #pragma unroll
         for (int n = 0; n < KV_ROTATION / 32; n++) {
             const int i = 32 * n;
             unsigned codes[2][4], k[2][4];
-            if (n % 2 == 0) __syncwarp();              // what comes behind takes no registers before
-            if (n % 2 == 0 && T != KV_F16) read_keys<T>(codes_of, lot, k4, n / 2, codes);
+            if (n % 2 == 0) __syncwarp();  // keeps the loads below from moving up, where they would take registers
+            if (n % 2 == 0 && T != KV_F16) read_keys<T>(codes_of, shared, k4, n / 2, codes);
             const uint4 hi = *(const uint4 *)(q + i), lo = *(const uint4 *)(q + CODED_COLUMNS * ROW + i);
             const unsigned b[4][2] = { { hi.x, hi.y }, { hi.z, hi.w }, { lo.x, lo.y }, { lo.z, lo.w } };
             float sum[4] = { };
@@ -367,17 +379,17 @@ __device__ static inline void score_swath(float (&s)[4], const CodedRow (&rows)[
             for (int e = 0; e < 4; e++)
                 s[e] = T == KV_F16 ? s[e] + sum[e] : __fmaf_rn(sum[e], __half2float(scales[e / 2].of[i / GROUP]), s[e]);
         }
-        q += KV_ROTATION, starts += KV_ROTATION / GROUP * 4, lot += kv_row_bytes(T, KV_ROTATION);
+        q += KV_ROTATION, starts += KV_ROTATION / GROUP * 4, shared += kv_row_bytes(T, KV_ROTATION);
         for (int e = 0; e < 2; e++)
             codes_of[e] += kv_row_bytes(T, KV_ROTATION), scales_of[e] += KV_ROTATION / GROUP * sizeof(__half);
     }
 }
 
-// Softmax of a swath's scores, times log2(e), -Inf where a key is out of sight: weights p as multiply_half takes them.
-// They are WEIGHT_UP times as large as they say, so that they have their bits after a scale is multiplied with them.
-enum { WEIGHT_UP = 6 };       // log2 of it
+// Softmax of a subtile. s: scores times log2(e), -Inf for keys that are not visible. p: weights in the layout of
+// multiply_half, 2^WEIGHT_UP times too large, so that they keep their bits when a small scale is multiplied with them.
+enum { WEIGHT_UP = 6 };
 template <int HD>
-__device__ static inline void weigh_swath(Stream<HD> &x, const float (&s)[4], unsigned (&p)[2]) {
+__device__ static inline void softmax_subtile(WarpSums<HD> &x, const float (&s)[4], unsigned (&p)[2]) {
     float now[2] = { fmaxf(s[0], s[2]), fmaxf(s[1], s[3]) };
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -391,7 +403,8 @@ __device__ static inline void weigh_swath(Stream<HD> &x, const float (&s)[4], un
 #pragma unroll
         for (int m = 0; m < HD / 16; m++) x.acc[m][0] *= f0, x.acc[m][1] *= f1, x.acc[m][2] *= f0, x.acc[m][3] *= f1;
     }
-    const float less[2] = { now[0] == -INFINITY ? 0 : now[0] - WEIGHT_UP, now[1] == -INFINITY ? 0 : now[1] - WEIGHT_UP };
+    const float less[2] = { now[0] == -INFINITY ? 0 : now[0] - WEIGHT_UP,
+                            now[1] == -INFINITY ? 0 : now[1] - WEIGHT_UP };
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const __half2 w = __floats2half2_rn(fast_exp2(s[2 * e] - less[0]), fast_exp2(s[2 * e + 1] - less[1]));
@@ -402,10 +415,11 @@ __device__ static inline void weigh_swath(Stream<HD> &x, const float (&s)[4], un
 
 // ==== [5] Values of 16 keys, one warp's keys =========================================================================
 
-// Numbers of 8 N values from d on, of keys 2k, 2k + 1 (v[0]) and 2k + 8, 2k + 9 (v[1]) side by side: those that a lane
-// has, as in Stream.   rows: the four keys; lot: as in read_keys; rows of f16 are taken as they are
+// Integers of 8 N values from d on: of keys 2k and 2k + 1 in pairs (v[0]), and of keys 2k + 8 and 2k + 9 (v[1]); the
+// values
+// that a lane has, as in WarpSums.   rows: the four keys; shared: as in read_keys; f16 is returned as it is
 template <KvType T, int N>
-__device__ static inline void read_values(const CodedRow (&rows)[4], const char *lot, int d, const Tables &tables,
+__device__ static inline void read_values(const CodedRow (&rows)[4], const char *shared, int d, const Tables &tables,
                                           unsigned (&v)[2][N]) {
     const int t = threadIdx.x % 32 / 4;
     if (T == KV_F16) {
@@ -435,7 +449,7 @@ __device__ static inline void read_values(const CodedRow (&rows)[4], const char 
         }
     } else {
         unsigned r[4];                                 // 16 bits of both keys
-        load_matrices_transposed(r, lot + kv_row_bytes(T, d));
+        load_matrices_transposed(r, shared + kv_row_bytes(T, d));
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             unsigned *to = v[i % 2] + i / 2 * (N / 2);
@@ -449,23 +463,23 @@ __device__ static inline void read_values(const CodedRow (&rows)[4], const char 
     }
 }
 
-// acc += V^T p for a swath, in units.   rows, lot: as in read_values
+// acc += V^T p for a subtile, in units.   rows, shared: as in read_values
 template <KvType T, int RUN, int HD>
-__device__ static inline void add_swath(float (&acc)[HD / 16][4], const CodedRow (&rows)[4], const char *lot,
-                                        const unsigned (&p)[2], const CodedRoom<HD> &room) {
+__device__ static inline void add_subtile(float (&acc)[HD / 16][4], const CodedRow (&rows)[4], const char *shared,
+                                        const unsigned (&p)[2], const CodedSmem<HD> &smem) {
     constexpr int N = T == KV_F16 || T == KV_TQ3 ? RUN : 2 * RUN, GROUP = CodedType<T>::group;
-    const uint4 zero = room.constants[0];
+    const uint4 zero = smem.constants[0];
     const unsigned zeros[4] = { zero.x, zero.y, zero.z, zero.w };
-    const Tables tables = *(const Tables *)(room.constants + 1);
+    const Tables tables = *(const Tables *)(smem.constants + 1);
 #pragma unroll
     for (int d = 0; d < HD; d += KV_ROTATION) {
-        TurnScales<T> scales[4];
-        for (int e = 0; e < 4 && T != KV_F16; e++) scales[e] = turn_scales<T>(rows[e].scales, d);
+        RotationScales<T> scales[4];
+        for (int e = 0; e < 4 && T != KV_F16; e++) scales[e] = rotation_scales<T>(rows[e].scales, d);
         unsigned w[2] = { p[0], p[1] };
 #pragma unroll
         for (int i = 0; i < KV_ROTATION; i += 8 * N) {
             unsigned v[2][N];
-            read_values<T, N>(rows, lot, d + i, tables, v);
+            read_values<T, N>(rows, shared, d + i, tables, v);
 #pragma unroll
             for (int m = 0; m < N / 2; m++) {
                 const int at = i + 16 * m;
@@ -482,7 +496,7 @@ __device__ static inline void add_swath(float (&acc)[HD / 16][4], const CodedRow
     }
 }
 
-// f(the type of a plane), known where it is compiled.
+// Calls f with the type of a plane as a compile-time constant.
 template <typename F> __device__ static inline void with_type(KvType t, F f) {
     switch (t) {
     case KV_Q8_0: f(CodedType<KV_Q8_0>()); return;
@@ -492,7 +506,7 @@ template <typename F> __device__ static inline void with_type(KvType t, F f) {
     default: f(CodedType<KV_F16>());
     }
 }
-// The same for a tail, whose rows are f16. RUN: as in Stream
+// The same for the run of a tail, whose rows are f16. RUN: as in WarpSums
 template <int RUN> struct Run { static constexpr int run = RUN; };
 template <typename F> __device__ static inline void with_run(KvType t, F f) {
     switch (run_of(t)) {
@@ -502,18 +516,20 @@ template <typename F> __device__ static inline void with_run(KvType t, F f) {
     }
 }
 
-// Keys that a row reads in the tail begin behind its position less `reach`; 0: it reads none there. STREAMS swaths are
-// whole spans, so a stream's come at equal distances.
+// The subtiles of this warp. A row reads the last `reach` positions up to its own from the tail; 0: there is no tail.
+// CODED_WARPS subtiles are whole spans, so a warp's subtiles have equal distances.
 template <bool TAIL>
-__device__ static inline Swaths swaths_of(const AttendTask &a, const CodedKeys &from, const Keys &s, const Sight *rows,
+__device__ static inline Subtiles subtiles_of(const AttendTask &a, const CodedKeys &from, const KeyRange &s,
+                                              const RowMask *rows,
                                           int reach) {
-    static_assert(STREAMS * SWATH % (KEYS << 2) == 0, "spans of up to 4 tiles");
-    const Share &share = s.share;
-    const int before = 2 * ((quotient(share.span, a.split.by_parts) << a.split.span_bits) + share.from);
-    const int skip = ((int)threadIdx.x / 32 - before) & (STREAMS - 1);         // swaths, from the first tile of the share
+    static_assert(CODED_WARPS * SUBTILE % (KEYS << 2) == 0, "spans of up to 4 tiles");
+    const SplitTiles &tiles = s.tiles;
+    const int before = 2 * ((quotient(tiles.span, a.splits.by_n) << a.splits.span_bits) + tiles.from);
+    // in subtiles, from the first tile of the split
+    const int skip = ((int)threadIdx.x / 32 - before) & (CODED_WARPS - 1);
     int first = INT_MAX, last = 0;
-    Swaths w = { tile_of(share, a.split, share.from + skip / 2) * KEYS + skip % 2 * SWATH,
-                 STREAMS * SWATH * a.split.parts, s.low, s.end, 0, s.len, 0, { } };
+    Subtiles w = { tile_of(tiles, a.splits, tiles.from + skip / 2) * KEYS + skip % 2 * SUBTILE,
+                 CODED_WARPS * SUBTILE * a.splits.n, s.low, s.end, 0, s.len, 0, { } };
     const size_t slot0 = ((size_t)s.seq * a.n_kv_heads + s.head) * from.slots;
     w.slot0[0] = row_at(from.k, slot0), w.slot0[1] = row_at(from.v, slot0);
 #pragma unroll 1
@@ -523,99 +539,101 @@ __device__ static inline Swaths swaths_of(const AttendTask &a, const CodedKeys &
     }
     if (TAIL) w.low = max(w.low, first - reach + 1), w.whole_low = max(w.whole_low, last - reach + 1);
     else if (reach) w.last = min(w.last, last - reach + 1), w.whole_end = min(w.whole_end, first - reach + 1);
-    if (share.from == share.to) w.last = 0;
-    w.in_line_end = a.staged ? min(w.last, s.len) : w.last;
-    w.first += max(0, w.low - SWATH - w.first + w.step) / w.step * w.step;     // the first one with a key from low on
+    if (tiles.from == tiles.to) w.last = 0;
+    w.contiguous_end = a.staged ? min(w.last, s.len) : w.last;
+    w.first += max(0, w.low - SUBTILE - w.first + w.step) / w.step * w.step;     // the first one with a key from low on
     return w;
 }
 
-// What a stream finds in the cache, or in its tail.
+// Computes the keys of a warp in the cache, or in its tail.
 template <int HD, bool TAIL>
-__device__ static inline void attend_stream(const CodedTask &c, const AttendBlock &block, const Keys &keys,
+__device__ static inline void attend_warp(const CodedTask &c, const AttendBlock &block, const KeyRange &keys,
                                             const Columns<CODED_COLUMNS> &columns, const int &reach,
-                                            const CodedRoom<HD> &room, Stream<HD> &x) {
+                                            const CodedSmem<HD> &smem, WarpSums<HD> &x) {
     const AttendTask &a = c.a;
     const CodedKeys &source = TAIL ? c.tail : c.keys;
     const int warp = threadIdx.x / 32, t = threadIdx.x % 32 / 4, k2 = threadIdx.x % 4 * 2;
-    __shared__ Swaths of_streams[STREAMS];             // here they take no registers
-    const Swaths &w = of_streams[warp];
-    const KvType k_type = c.keys.k.type;               // in whose order q lies
+    __shared__ Subtiles of_warps[CODED_WARPS];         // here because registers are short
+    const Subtiles &w = of_warps[warp];
+    const KvType k_type = c.keys.k.type;               // q lies in the order of this type
     const float scale = a.scale * 1.44269504f * (kv_group(source.k.type) ? KV_UNITS : 1);
     const float factor = (a.n_rot ? kv_tied_factor(source.v.type) : 1) * (kv_group(source.v.type) ? KV_UNITS : 1);
-    char *ring = room.rings + warp * c.ring_bytes;
-    auto ask = [&](int v, int j0, char *to) {          // for a lot: K of a swath, or V
+    char *buffer = smem.buffers + warp * c.buffer_bytes;
+    auto start_copy = [&](int v, int j0, char *to) {   // of K of a subtile, or of V
         const CodedPlane &plane = v ? source.v : source.k;
         if (!TAIL && plane.type != KV_F16 && j0 < w.last)
-            copy_lot(a, source, plane, keys, w, j0, w.slot0[v], to);
+            copy_subtile(a, source, plane, keys, w, j0, w.slot0[v], to);
         copy_commit();
     };
-    auto row_of = [&](const CodedPlane &p, bool in_lot, const char *lot, int j0, int key) {
-        if (!in_lot) return coded_row(a, source, p, keys, min(max(j0 + key, w.low), w.last - 1));
-        return (CodedRow){ lot + key * p.stride, lot + SWATH * p.stride + key * p.scale_bytes };
+    auto row_of = [&](const CodedPlane &p, bool in_shared, const char *shared, int j0, int key) {
+        if (!in_shared) return coded_row(a, source, p, keys, min(max(j0 + key, w.low), w.last - 1));
+        return (CodedRow){ shared + key * p.stride, shared + SUBTILE * p.stride + key * p.scale_bytes };
     };
-    if (threadIdx.x % 32 == 0) of_streams[warp] = swaths_of<TAIL>(a, source, keys, columns.sights, reach);
+    if (threadIdx.x % 32 == 0) of_warps[warp] = subtiles_of<TAIL>(a, source, keys, columns.masks, reach);
     __syncwarp();
-    const int n_stages = c.n_lots / 2;                 // 0: a lot of V comes where that of K was
+    const int n_stages = c.n_in_flight / 2;            // 0: V is copied to the place of K
 #pragma unroll 1
-    for (int l = 0; l < c.n_lots; l++)
-        ask(l % 2, w.first + l / 2 * w.step, ring + l / 2 * c.stage_bytes + l % 2 * c.v_at);
+    for (int l = 0; l < c.n_in_flight; l++)
+        start_copy(l % 2, w.first + l / 2 * w.step, buffer + l / 2 * c.stage_bytes + l % 2 * c.v_at);
     if (!TAIL) {
-        place_queries(a, block, k_type, source.v.type, room);
+        place_queries(a, block, k_type, source.v.type, smem);
         __syncthreads();
     }
-    int stage = 0;                                     // of the swath
+    int stage = 0;                                     // of the subtile
 #pragma unroll 1
     for (int j0 = w.first; j0 < w.last; j0 += w.step, stage = stage + 1 < n_stages ? stage + 1 : 0) {
-        char *const k_lot = ring + stage * c.stage_bytes, *const v_lot = k_lot + c.v_at;
+        char *const k_shared = buffer + stage * c.stage_bytes, *const v_shared = k_shared + c.v_at;
         float s[4] = { };
         unsigned p[2];
 #pragma unroll 1
         for (int v = 0; v < 2; v++) {                  // tied: V is the rest of K
             const CodedPlane &plane = v ? source.v : source.k;
-            wait_for_lot(c.n_lots);
+            wait_for_oldest_copy(c.n_in_flight);
             with_type(TAIL ? KV_F16 : plane.type, [&](auto type) {
                 constexpr KvType T = decltype(type)::type;
-                const char *lot = v ? v_lot : k_lot;
-                const CodedRow two[2] = { row_of(plane, T != KV_F16, lot, j0, t),
-                                          row_of(plane, T != KV_F16, lot, j0, t + 8) };
-                lot += threadIdx.x % 16 * plane.stride + threadIdx.x % 32 / 16 * 16;
-                score_swath<T, HD>(s, two, lot, v ? a.n_k : 0, v ? HD : a.n_k, k_type, room);
+                const char *shared = v ? v_shared : k_shared;
+                const CodedRow two[2] = { row_of(plane, T != KV_F16, shared, j0, t),
+                                          row_of(plane, T != KV_F16, shared, j0, t + 8) };
+                shared += threadIdx.x % 16 * plane.stride + threadIdx.x % 32 / 16 * 16;
+                score_subtile<T, HD>(s, two, shared, v ? a.n_k : 0, v ? HD : a.n_k, k_type, smem);
             });
             if (v) break;
             __syncwarp();                              // K has been read
-            ask(!n_stages, j0 + n_stages * w.step, k_lot);
+            start_copy(!n_stages, j0 + n_stages * w.step, k_shared);
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) s[e] *= scale;
-        if (j0 < w.whole_low || j0 + SWATH > w.whole_end) {            // some row does not see all of it
+        if (j0 < w.whole_low || j0 + SUBTILE > w.whole_end) {          // some row does not see all keys
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = columns.row_of[k2 + e % 2], j = j0 + t + e / 2 * 8;
-                const Sight &self = columns.sights[max(row, 0)];
-                if (row < 0 || !in_sight(self, a.own, j) || (reach && (j > self.pos - reach) != TAIL)) s[e] = -INFINITY;
+                const RowMask &self = columns.masks[max(row, 0)];
+                if (row < 0 || !is_visible(self, a.own, j) || (reach && (j > self.pos - reach) != TAIL))
+                    s[e] = -INFINITY;
             }
         }
-        weigh_swath<HD>(x, s, p);
+        softmax_subtile<HD>(x, s, p);
         auto add = [&](auto type, auto run) {
             constexpr KvType T = decltype(type)::type;
             CodedRow four[4];
             for (int e = 0; e < 4; e++)
-                four[e] = row_of(source.v, T != KV_F16, v_lot, j0, k2 + e % 2 + e / 2 * 8);
-            const char *lot = v_lot + threadIdx.x % 16 * source.v.stride + threadIdx.x % 32 / 16 * 16;
-            add_swath<T, decltype(run)::run, HD>(x.acc, four, lot, p, room);
+                four[e] = row_of(source.v, T != KV_F16, v_shared, j0, k2 + e % 2 + e / 2 * 8);
+            const char *shared = v_shared + threadIdx.x % 16 * source.v.stride + threadIdx.x % 32 / 16 * 16;
+            add_subtile<T, decltype(run)::run, HD>(x.acc, four, shared, p, smem);
         };
-        const int next = j0 + n_stages * w.step;       // whose V comes here, mostly rows that follow each other
-        const bool in_line = n_stages && next + SWATH <= w.in_line_end;
+        const int next = j0 + n_stages * w.step;       // its V is copied to this place; mostly contiguous rows
+        const bool contiguous = n_stages && next + SUBTILE <= w.contiguous_end;
         if (TAIL) with_run(c.keys.v.type, [&](auto run) { add(CodedType<KV_F16>(), run); });
         else with_type(source.v.type, [&](auto type) {
             constexpr KvType T = decltype(type)::type;
             add(type, Run<CodedType<T>::run>());
             __syncwarp();                              // V has been read
-            if (T != KV_F16 && in_line)
-                copy_rows<HD * CodedType<T>::bits / 8>(source.v, w.slot0[1], rest(next, source.by_slots), v_lot);
+            if (T != KV_F16 && contiguous)
+                copy_contiguous<HD * CodedType<T>::bits / 8>(source.v, w.slot0[1], modulo(next, source.by_slots),
+                                                             v_shared);
         });
-        if (in_line) copy_commit();                    // of nothing, where V is f16
-        else ask(!!n_stages, n_stages ? next : j0 + w.step, v_lot);
+        if (contiguous) copy_commit();                 // of no copies, if V is f16
+        else start_copy(!!n_stages, n_stages ? next : j0 + w.step, v_shared);
     }
     if (factor == 1) return;
 #pragma unroll
@@ -624,22 +642,34 @@ __device__ static inline void attend_stream(const CodedTask &c, const AttendBloc
         for (int e = 0; e < 4; e++) x.acc[m][e] *= factor;
 }
 
-// The streams of a block put together: tops and sums of c, and values of columns where where(column) says.
-//   run: as in Stream; found: room for half of all values
+// Combines the warps of a block: sets top and sum in c, and writes the values of the columns to where(column).
+//   run: as in WarpSums; found: shared memory for half of all values
+//
+// Each warp multiplies its acc with exp2(its top - the top of all warps). Shared memory holds half of the dims, so
+// there are two rounds. In each, warps write and then all threads add, in the order of the warps:
+//
+//     found[warp][column][d]             lane (t, k) writes columns 2k, 2k + 1; with run = 4, HD = 512, first round:
+//         d =    0 1 2 3   4 5 6 7   ...  28 29 30 31   32 33 34 35   ...
+//         t =    0 0 0 0   1 1 1 1         7  7  7  7    0  0  0  0        its acc i: place i / run * 8 run + t run + i
+//         % run
+//     barrier
+//     where(column)[d .. d + 3] = found[0][column] + found[1][column] + ... + found[7][column]      one thread, 4
+//     values
 template <int HD, typename Where>
-__device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED_COLUMNS> &c, float *found, Where where) {
+__device__ static inline void join_warps(WarpSums<HD> &x, int run, Columns<CODED_COLUMNS> &c, float *found,
+                                         Where where) {
     constexpr int ROW = HD / 2 + ROW_PAD / 2;
-    __shared__ float2 stats[STREAMS][CODED_COLUMNS];   // top and sum
+    __shared__ float2 stats[CODED_WARPS][CODED_COLUMNS];   // top and sum
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, col = threadIdx.x;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         for (int h = 16; h > 2; h /= 2) x.sum[e] += __shfl_xor_sync(~0u, x.sum[e], h);
         if (t == 0) stats[warp][k2 + e] = make_float2(x.top[e], x.sum[e]);
     }
-    __syncthreads();                                   // all are done with their lots, and with q
+    __syncthreads();                                   // all are done with their copies and with q
     auto top_of = [&](int col) {
         float top = -INFINITY;
-        for (int s = 0; s < STREAMS; s++) top = fmaxf(top, stats[s][col].x);
+        for (int s = 0; s < CODED_WARPS; s++) top = fmaxf(top, stats[s][col].x);
         return top;
     };
     auto weight_of = [&](int s, int col, float top) {
@@ -647,7 +677,7 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
     };
     if (col < CODED_COLUMNS) {
         float top = top_of(col), sum = 0;
-        for (int s = 0; s < STREAMS; s++) sum = __fmaf_rn(weight_of(s, col, top), stats[s][col].y, sum);
+        for (int s = 0; s < CODED_WARPS; s++) sum = __fmaf_rn(weight_of(s, col, top), stats[s][col].y, sum);
         c.top[col] = top * 0.693147181f, c.sum[col] = sum;
     }
     const bool live = __any_sync(~0u, x.sum[0] != 0 || x.sum[1] != 0);
@@ -671,7 +701,7 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
             if (!to) continue;
             float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int s = 0; s < STREAMS; s++) {
+            for (int s = 0; s < CODED_WARPS; s++) {
                 if (stats[s][col].y == 0) continue;
                 const float4 y = *(const float4 *)(found + (s * CODED_COLUMNS + col) * ROW + d);
                 sum = make_float4(sum.x + y.x, sum.y + y.y, sum.z + y.z, sum.w + y.w);
@@ -683,49 +713,49 @@ __device__ static inline void join_streams(Stream<HD> &x, int run, Columns<CODED
 
 // ==== [6] The kernel and its launch ==================================================================================
 
-// attend, codes: softmax(scale * q k) v over the keys of one part, for 8 columns as in attend_half, of caches whose K or
-// V is of a quantised type; the other may be f16.
-//   shapes    q (n_rows, n_heads, HD) made already, in the basis of K; cache as in gemma4.h and parts/kv.h, tied or not
-//   launch    as attend_half, a warp for a stream, dynamic shared memory coded_fixed_bytes + coded_ring_bytes
-//   traffic   every key in sight once for 8 columns, in its own bytes, up to n_lots lots under way in a warp; rows of
-//             f16 once more, from L1 or L2
-//   numerics  codes are exact in f16, as numbers from 0 up. S = K q as in attend_half, for a group at a time, from
-//             -zero_of times the sum of q on, and then times its scale in f32. Weights in f16, 2^WEIGHT_UP times as
-//             large; they are summed before they are multiplied with the scale of a group of V and rounded again, and
-//             the sum of these times zero_of goes off V's sums before a swath is added. V's sums stay in the basis of
-//             its rows and are turned back when all parts are together
-//   time      instructions, 1280 to 1630 for a swath of 512 values in tied rows, half of which make halves of codes
-//             (sm_90); passes of shared memory, of which q is a third
+// attend, codes: softmax(scale * q k) v over the keys of one split, for 8 columns as in attend_half, of caches whose K
+// or V is of a quantised type; the other may be f16.
+//   shapes    q (n_rows, n_heads, HD) ready, rotated like K; cache as in gemma4.h and parts/kv.h, tied or not
+//   launch    as attend_half, dynamic shared memory coded_fixed_bytes + coded_block_buffer_bytes
+//   traffic   every visible key once for 8 columns, in its own bytes, up to n_in_flight copies in flight in a warp;
+//             rows of f16 once more, from L1 or L2
+//   numerics  codes are exact in f16, as integers from 0 up. S = K q as in attend_half, group by group: the sum starts
+//             at -zero_point times the sum of q, and is multiplied with the scale of the group in f32. Weights in f16,
+//             2^WEIGHT_UP times too large; they are summed, then multiplied with the scale of a group of V and rounded
+//             again. The sum of these times zero_point is subtracted from V's sums before a subtile is added. V's sums
+//             stay rotated until all splits are combined
+//   time      instructions: 1280 to 1630 for a subtile of 512 values in tied rows, half of them convert codes to halves
+//             (sm_90); bandwidth of shared memory, a third of it for q
 //   see       cpu_attend
 template <int HD>
 __global__ void __launch_bounds__(ATTEND_THREADS, 1) attend_coded_kernel(const __grid_constant__ CodedTask c) {
     __shared__ Columns<CODED_COLUMNS> columns;
-    __shared__ Keys keys;     // here they take no registers
+    __shared__ KeyRange keys; // here because registers are short
     __shared__ int reach;     // of the rows of keys
     const AttendTask &a = c.a;
-    const CodedRoom<HD> room;
+    const CodedSmem<HD> smem;
     const AttendBlock block = attend_block(a);
-    take_turn();
+    wait_for_previous_kernel();
     if ((int)threadIdx.x < block.n_rows)
-        columns.sights[threadIdx.x] = look(a.b, a.n_seqs, a.window, a.own, block.r0 + threadIdx.x);
+        columns.masks[threadIdx.x] = row_mask(a.b, a.n_seqs, a.window, a.own, block.r0 + threadIdx.x);
 
-    for (int from = 0; from < block.n_rows; from = keys.to) {  // rows of one segment at a time: mostly there is one
-        __syncthreads();                               // rows are there; nobody works on the last segment
+    for (int from = 0; from < block.n_rows; from = keys.to) {  // rows of one segment at a time; mostly there is one
+        __syncthreads();                               // masks are there; all are done with the last segment
         if (threadIdx.x == 0) {
-            keys = keys_of(a, block, columns.sights, from);
-            reach = a.b.segs[keys.seg].n > STEP_ROWS ? c.beside_flash ? -1 : 0 : c.tail_reach;
+            keys = key_range_of(a, block, columns.masks, from);
+            reach = a.b.segs[keys.seg].n > STEP_ROWS ? c.with_flash ? -1 : 0 : c.tail_reach;
         }
         __syncthreads();                               // keys are there
-        if (reach < 0) continue;                       // for flash
-        if (keys.share.from == keys.share.to && (blockIdx.z || keys.spans.n || (a.split.parts > 1 && !a.joins)))
-            continue;                                  // nothing to say
+        if (reach < 0) continue;                       // flash_kernel computes them
+        if (keys.tiles.from == keys.tiles.to && (blockIdx.z || keys.spans.n || (a.splits.n > 1 && !a.joins)))
+            continue;                                  // no visible key in this split
         set_columns(a, block, keys, columns);
-        Stream<HD> x = { { }, { -INFINITY, -INFINITY }, { } };
-        attend_stream<HD, false>(c, block, keys, columns, reach, room, x);
-        if (reach) attend_stream<HD, true>(c, block, keys, columns, reach, room, x);
-        leave_columns<HD>(a, block, keys, columns.sights, columns, room.weights, (float *)room.rings, c.turned,
+        WarpSums<HD> x = { { }, { -INFINITY, -INFINITY }, { } };
+        attend_warp<HD, false>(c, block, keys, columns, reach, smem, x);
+        if (reach) attend_warp<HD, true>(c, block, keys, columns, reach, smem, x);
+        finish_columns<HD>(a, block, keys, columns.masks, columns, smem.weights, (float *)smem.buffers, c.rotated,
                           [&](auto where) {
-            join_streams(x, run_of(c.keys.v.type), columns, (float *)room.rings, where);
+            join_warps(x, run_of(c.keys.v.type), columns, (float *)smem.buffers, where);
         });
     }
 }
@@ -736,23 +766,23 @@ static AttendCoded attend_coded_of(int hd) {           // NULL: there is none
 }
 
 static size_t coded_fixed_bytes(int hd) {
-    return 2 * CODED_COLUMNS * (hd + CODED_PAD) * sizeof(__half) + WEIGHTED_PARTS * sizeof(float2) +
+    return 2 * CODED_COLUMNS * (hd + CODED_PAD) * sizeof(__half) + WEIGHTED_SPLITS * sizeof(float2) +
            hd / 32 * 4 * sizeof(float4) + 2 * sizeof(uint4);
 }
 static int coded_stride(const KvPlane *p) { return (int)(kv_row_bytes(p->type, p->dim) / 16 | 1) * 16; }
-static size_t lot_bytes(const KvPlane *p) {
-    return kv_group(p->type) ? SWATH * (coded_stride(p) + kv_scale_bytes(p->type, p->dim)) : 0;
+static size_t subtile_bytes(const KvPlane *p) {
+    return kv_group(p->type) ? SUBTILE * (coded_stride(p) + kv_scale_bytes(p->type, p->dim)) : 0;
 }
-// Of a warp. n_stages: swaths under way; 0: half a one
-static size_t coded_ring_bytes(const Cache *c, int n_stages) {
-    const size_t k = lot_bytes(&c->k), v = lot_bytes(&c->v);
+// Bytes of the pipeline of a warp. n_stages: subtiles in flight; 0: K or V of one subtile
+static size_t coded_warp_buffer_bytes(const Cache *c, int n_stages) {
+    const size_t k = subtile_bytes(&c->k), v = subtile_bytes(&c->v);
     return n_stages ? n_stages * (k + v) : k > v ? k : v;
 }
-// Of a block: rings, and then what its streams found.
-static size_t coded_room_bytes(const Cache *c, int n_stages) {
-    const size_t rings = STREAMS * coded_ring_bytes(c, n_stages);
-    const size_t found = STREAMS * CODED_COLUMNS * (c->head_dim + ROW_PAD) / 2 * sizeof(float);
-    return rings > found ? rings : found;
+// Bytes of the pipelines of a block, and later of the results of its warps.
+static size_t coded_block_buffer_bytes(const Cache *c, int n_stages) {
+    const size_t buffers = CODED_WARPS * coded_warp_buffer_bytes(c, n_stages);
+    const size_t found = CODED_WARPS * CODED_COLUMNS * (c->head_dim + ROW_PAD) / 2 * sizeof(float);
+    return buffers > found ? buffers : found;
 }
 
 static CodedPlane coded_plane(const KvPlane *p, const KvPlane *stage) {

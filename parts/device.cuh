@@ -1,23 +1,24 @@
 /* device.cuh - the device and its memory: start, allocation, copies, recorded steps, measurements. A part of
  * gemma4_kernels.cu, which includes it in its section [10].
  *
- * HOLDS        the operations of gemma4.h that compute nothing: scratch_bytes, init, memory, reserve, release, copy, begin,
+ * HOLDS        the operations of gemma4.h that compute nothing: scratch_bytes, init, memory, reserve, release, copy,
+ * begin,
  *              end, wait, mark, wait_for, launches, card, bandwidth, joules
- * MAY USE      all of gemma4_kernels.cu before the include
+ * MAY USE      all of gemma4_kernels.cu that precedes the include
  * BEGIN        with cuda_init() in [1] and cuda_begin() in [3]
- *   [1] Scratch, the device, start       [3] Recorded steps, marks
+ *   [1] Scratch, the device, start       [3] Recorded steps, fences
  *   [2] Memory, copies                   [4] Bandwidth, energy */
 #ifndef DEVICE_CUH
 #define DEVICE_CUH
 
 // ==== [1] Scratch, the device, start =================================================================================
-// Small copies go through a ring of pinned memory, so that neither direction makes the host wait: what goes in is
-// copied to the ring first, what comes out stays there until wait() or wait_for(). A step is carried out as it is
-// issued the first time its key is seen, recorded as a graph the second time, and replayed from then on: most prompts
-// have sizes of their own. Prompt steps are never recorded.
+// Small copies go through a pinned buffer, so that the host does not wait: data for the device is first copied to the
+// buffer; data from the device stays in the buffer until wait() or wait_for(). When the key of a step is seen for the
+// first time, its kernels are launched as they are called; the second time they are recorded as a graph, which is
+// replayed from then on. Prompt steps are never recorded, since most prompts have their own sizes.
 
-enum { LEAST_MAJOR = 8,       // compute capability
-       LEAST_SHARED = 99 << 10 };     // shared memory of a block, which all such cards have
+enum { LEAST_MAJOR = 8,               // compute capability
+       LEAST_SHARED = 99 << 10 };     // shared memory of a block on every such card
 
 static size_t scratch_layout(const Limits *lim, char *base) {
     const size_t all = (size_t)lim->max_rows * lim->max_cols, rows = prepared_rows(lim);
@@ -55,8 +56,9 @@ static size_t cuda_scratch_bytes(const Limits *lim) {
     const Limits l = joined_limits(lim);
     char *kept = cuda.scratch;
     const size_t n = scratch_layout(&l, NULL);
-    if (kept) scratch_layout(&cuda.lim, kept);         // the layout above was only counted
-    return n + (cuda.card.host_memory ? UPLOAD_THREADS * UPLOAD_PORTION : 0);          // pinned buffers, of the same memory
+    if (kept) scratch_layout(&cuda.lim, kept);         // the call above only counted
+    // pinned buffers come from the same memory
+    return n + (cuda.card.host_memory ? UPLOAD_THREADS * UPLOAD_PORTION : 0);
 }
 
 static int device_attribute(cudaDeviceAttr which) {
@@ -65,7 +67,7 @@ static int device_attribute(cudaDeviceAttr which) {
     return value;
 }
 
-static bool in_host_memory;   // the GPU that is there allocates from the host's memory: Jetson, GB10
+static bool in_host_memory;   // the real GPU allocates from the host's memory: Jetson, GB10
 
 static const char *device_name(void) {
     static struct cudaDeviceProp p;
@@ -73,7 +75,7 @@ static const char *device_name(void) {
     return p.name;
 }
 
-// The GPU that is there; if a card is pretended, no more than either has.
+// The real GPU; if a card is pretended, the smaller of both in every figure.
 static Card read_card(const Card *pretended) {
     size_t free_bytes = 0;
     Card c = { device_name() };
@@ -87,12 +89,12 @@ static Card read_card(const Card *pretended) {
     c.l2 = (size_t)device_attribute(cudaDevAttrL2CacheSize);
     c.host_memory = in_host_memory = device_attribute(cudaDevAttrIntegrated);
     cudaFuncAttributes code = { };
-    const cudaError_t e = cudaFuncGetAttributes(&code, sort_pairs_kernel);     // as good as any: the code of all is loaded
+    const cudaError_t e = cudaFuncGetAttributes(&code, sort_pairs_kernel);     // any kernel: the code of all is loaded
     if (e != cudaSuccess && e != cudaErrorMemoryAllocation)
         cuda_die("%s, compute capability %d.%d: this program was built for other GPUs (%s); build it with make cuda "
                  "ARCH=native, or ARCH=all-major", c.name, c.major, c.minor, cudaGetErrorString(e));
     CHECK_CUDA(e, "the kernels' code");
-    // take_turn() waits only where it was compiled for 9.0 or newer: code of 8.6, say, that runs on a 9.0 does not.
+    // wait_for_previous_kernel() does nothing in code that was compiled for less than 9.0, even if a 9.0 card runs it.
     c.starts_early = c.major >= 9 && code.ptxVersion >= 90;
     CHECK_CUDA(cudaMemGetInfo(&free_bytes, &c.memory), "memory");
     if (!pretended) return c;
@@ -107,7 +109,7 @@ static Card read_card(const Card *pretended) {
     return c;
 }
 
-// Whether there is a GPU that this program can use. If one is there, but cannot be used, one line says why.
+// Is there a GPU that this program can use? If one is there but cannot be used, one line says why.
 static bool find_device(void) {
     static int found = -1;
     int n_devices = 0, driver = 0, runtime = 0;
@@ -120,11 +122,11 @@ static bool find_device(void) {
         if (!found)
             fprintf(stderr, "# cuda: %s has compute capability %d.%d, but %d.0 or newer is needed: no GPU is used\n",
                     device_name(), major, device_attribute(cudaDevAttrComputeCapabilityMinor), LEAST_MAJOR);
-    } else if (e == cudaErrorInsufficientDriver) {     // the driver is too old, or there is none: version 0
+    } else if (e == cudaErrorInsufficientDriver) {     // the driver is too old, or missing: version 0
         if (cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess && driver)
-            fprintf(stderr, "# cuda: the driver supports CUDA %d.%d, but this program was built with CUDA %d.%d: no GPU is "
-                    "used; update the driver, or build with an older toolkit\n", driver / 1000, driver % 1000 / 10,
-                    runtime / 1000, runtime % 1000 / 10);
+            fprintf(stderr, "# cuda: the driver supports CUDA %d.%d, but this program was built with CUDA %d.%d: no GPU "
+                    "is used; update the driver, or build with an older toolkit\n",
+                    driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     } else if (e != cudaSuccess && e != cudaErrorNoDevice) {
         fprintf(stderr, "# cuda: %s: no GPU is used\n", cudaGetErrorString(e));
     }
@@ -139,7 +141,7 @@ static void start_device(void) {
         cuda_die("%s: a block may have %d bytes of shared memory, but the kernels need %d", cuda.card.name,
                  cuda.card.block_shared, LEAST_SHARED);
     CHECK_CUDA(cudaStreamCreateWithFlags(&cuda.stream, cudaStreamNonBlocking), "stream");
-    CHECK_CUDA(cudaMallocHost((void **)&cuda.ring, RING_BYTES), "pinned memory of %d bytes", RING_BYTES);
+    CHECK_CUDA(cudaMallocHost((void **)&cuda.pinned, PINNED_BYTES), "pinned memory of %d bytes", PINNED_BYTES);
     allow_shared(prepare_kernel<ROW_QUADS>);
     allow_shared(prepare_kernel<NARROW_QUADS>);
     allow_shared(prepare_kernel<0>);
@@ -178,7 +180,7 @@ static void cuda_init(const Limits *lim) {
 
 // ==== [2] Memory, copies =============================================================================================
 
-// Host memory that can be had without swapping, with what the page cache would give back; 0: not known.
+// Host memory that is available without swapping, including the page cache; 0: unknown.
 static size_t available_host_memory(void) {
     char line[128];
     unsigned long long kb = 0;
@@ -191,7 +193,7 @@ static size_t available_host_memory(void) {
 static void cuda_memory(size_t *free_bytes, size_t *total) {
     start_device();
     CHECK_CUDA(cudaMemGetInfo(free_bytes, total), "memory");
-    if (in_host_memory) {                              // where CUDA counts the page cache as taken
+    if (in_host_memory) {                              // where CUDA counts the page cache as used
         const size_t available = min_size(available_host_memory(), *total);
         if (available > *free_bytes) *free_bytes = available;
     }
@@ -211,19 +213,19 @@ static void *cuda_reserve(size_t bytes) {
     return cuda.reserved = p;
 }
 
-// Everything issued before some point is done: what came out of the device until then is handed over, its part of the
-// ring is free again.
-static void finish_copies(size_t ring_at, unsigned n_pending) {
+// The stream has reached a point: delivers the copies from the device up to it, and frees their part of the pinned
+// buffer.
+static void finish_copies(size_t pinned_at, unsigned n_pending) {
     for (; (int)(n_pending - cuda.n_handed) > 0; cuda.n_handed++) {
         const Pending *p = &cuda.pending[cuda.n_handed % MAX_PENDING];
         memcpy(p->dst, p->src, p->bytes);
     }
-    if (ring_at > cuda.ring_free) cuda.ring_free = ring_at;
+    if (pinned_at > cuda.pinned_free) cuda.pinned_free = pinned_at;
 }
 
 static void cuda_wait(void) {
     CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "wait");
-    finish_copies(cuda.ring_at, cuda.n_pending);
+    finish_copies(cuda.pinned_at, cuda.n_pending);
 }
 
 static void cuda_release(void *p) {
@@ -242,27 +244,30 @@ static void cuda_release(void *p) {
     CHECK_CUDA(cudaFree(p), "release");
 }
 
-// bytes of the ring that nobody uses.
-static char *ring_take(size_t bytes) {
+// Reserves bytes of the pinned buffer.
+static char *take_pinned(size_t bytes) {
     bytes = round_up(bytes, 64);
-    const size_t at = cuda.ring_at % RING_BYTES, skipped = at + bytes > RING_BYTES ? RING_BYTES - at : 0;
-    const bool full = cuda.ring_at + skipped + bytes - cuda.ring_free > RING_BYTES;
+    const size_t at = cuda.pinned_at % PINNED_BYTES, skipped = at + bytes > PINNED_BYTES ? PINNED_BYTES - at : 0;
+    const bool full = cuda.pinned_at + skipped + bytes - cuda.pinned_free > PINNED_BYTES;
     if (full || cuda.n_pending - cuda.n_handed == MAX_PENDING) cuda_wait();
-    char *p = cuda.ring + (cuda.ring_at + skipped) % RING_BYTES;
-    cuda.ring_at += skipped + bytes;
+    char *p = cuda.pinned + (cuda.pinned_at + skipped) % PINNED_BYTES;
+    cuda.pinned_at += skipped + bytes;
     return p;
 }
 
-// copy_words: a few words between the ring and the device's memory, by the engine that runs the operations: the one
-// that copies would have to be waited for on both sides.
+// copy_words: copies a few words between the pinned buffer and the device, by a kernel: the copy engine would have to
+// be waited for on both sides.
+//   shapes    dst, src (n) words of 32 bits
 //   launch    one block of 256
-//   traffic   a round trip over the bus, some 2 us
+//   traffic   one round trip over the bus, some 2 us
+//   numerics  exact
+//   see       cuda_copy
 __global__ void copy_words_kernel(volatile uint32_t *dst, const volatile uint32_t *src, int n) {
-    take_turn();
+    wait_for_previous_kernel();
     for (int i = threadIdx.x; i < n; i += blockDim.x) dst[i] = src[i];
 }
 
-static void copy_through_ring(void *dst, const void *src, size_t bytes, cudaMemcpyKind kind) {
+static void copy_through_pinned(void *dst, const void *src, size_t bytes, cudaMemcpyKind kind) {
     if (bytes <= 4096 && ((uintptr_t)dst | (uintptr_t)src | bytes) % 4 == 0) {
         launch(WRITES_ALL_BUT_WEIGHTS, copy_words_kernel, 1, 256, 0, (volatile uint32_t *)dst,
                (const volatile uint32_t *)src, (int)(bytes / 4));
@@ -280,24 +285,24 @@ static void cuda_copy(const Copy *c) {
         return;
     }
     const cudaMemcpyKind kind = c->kind == COPY_IN ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-    if (c->bytes > RING_BYTES / 4) {                   // large: the driver's own way, and the host waits
+    if (c->bytes > PINNED_BYTES / 4) {                 // large: a plain copy, for which the host waits
         CHECK_CUDA(cudaMemcpyAsync(c->dst, c->src, c->bytes, kind, cuda.stream), "copy of %zu bytes", c->bytes);
         CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "copy of %zu bytes", c->bytes);
         return;
     }
-    char *at = ring_take(c->bytes);
+    char *at = take_pinned(c->bytes);
     if (c->kind == COPY_IN) {
         memcpy(at, c->src, c->bytes);
-        copy_through_ring(c->dst, at, c->bytes, kind);
+        copy_through_pinned(c->dst, at, c->bytes, kind);
     } else {
-        copy_through_ring(at, c->src, c->bytes, kind);
+        copy_through_pinned(at, c->src, c->bytes, kind);
         cuda.pending[cuda.n_pending++ % MAX_PENDING] = (Pending){ c->dst, at, c->bytes };
     }
 }
 
-// ==== [3] Recorded steps, marks ======================================================================================
+// ==== [3] Recorded steps, fences =====================================================================================
 
-// The entry of a key; a new one takes the place of the one that was not asked for the longest.
+// The entry of a key. A new key replaces the one that was not used for the longest time.
 static Recorded *find_step(const StepKey *key) {
     Recorded *oldest = cuda.steps;
     cuda.n_begun++;
@@ -317,7 +322,7 @@ static Recorded *find_step(const StepKey *key) {
 
 static bool cuda_begin(StepKey key) {
     cuda.step = NULL;
-    cuda.last = (Launched){ 0, WRITES_ALL_BUT_WEIGHTS };               // a replayed step is not seen here
+    cuda.last = (Launched){ 0, WRITES_ALL_BUT_WEIGHTS };               // a replayed step does not set it
     if (key.kind == STEP_PROMPT) return true;
     Recorded *step = find_step(&key);
     const bool is_new = !step->used;
@@ -348,19 +353,19 @@ static void cuda_end(void) {
 }
 
 static int cuda_fence(void) {
-    Mark *mark = &cuda.marks[cuda.n_marks % MAX_MARKS];
-    if (!mark->event) CHECK_CUDA(cudaEventCreateWithFlags(&mark->event, EVENT_FLAGS), "mark");
-    CHECK_CUDA(cudaEventRecord(mark->event, cuda.stream), "mark");
-    mark->ring_at = cuda.ring_at;
-    mark->n_pending = cuda.n_pending;
-    return cuda.n_marks++;
+    Fence *fence = &cuda.fences[cuda.n_fences % MAX_FENCES];
+    if (!fence->event) CHECK_CUDA(cudaEventCreateWithFlags(&fence->event, EVENT_FLAGS), "mark");
+    CHECK_CUDA(cudaEventRecord(fence->event, cuda.stream), "mark");
+    fence->pinned_at = cuda.pinned_at;
+    fence->n_pending = cuda.n_pending;
+    return cuda.n_fences++;
 }
 
-// A mark older than the last MAX_MARKS has been overtaken: waiting for its successor waits for it too.
+// A fence older than the last MAX_FENCES was overwritten by a later one; waiting for that waits for the older one too.
 static void cuda_wait_for(int number) {
-    const Mark *mark = &cuda.marks[number % MAX_MARKS];
-    CHECK_CUDA(cudaEventSynchronize(mark->event), "wait_for");
-    finish_copies(mark->ring_at, mark->n_pending);
+    const Fence *fence = &cuda.fences[number % MAX_FENCES];
+    CHECK_CUDA(cudaEventSynchronize(fence->event), "wait_for");
+    finish_copies(fence->pinned_at, fence->n_pending);
 }
 
 static int64_t cuda_launches(void) { return cuda.n_launches; }
@@ -379,10 +384,15 @@ void cuda_watch(void (*watch)(const LaunchPlan *), bool plans_only) {
 
 // ==== [4] Bandwidth, energy ==========================================================================================
 
-// read_once: the sum of n times 16 bytes, so that they have to be read; it goes to out when it is one certain number.
-//   launch    16 blocks of 256 per multiprocessor, 8 loads under way in every thread
+// read_once: reads n times 16 bytes for cuda_bandwidth. The sum is stored only if it has one certain value, so that the
+// compiler cannot remove the loads.
+//   shapes    p (n) of 16 bytes, out (1)
+//   launch    16 blocks of 256 per multiprocessor, 8 loads in flight in every thread
+//   traffic   16 n bytes
+//   numerics  integers
+//   see       cuda_bandwidth
 __global__ void read_once_kernel(const uint4 *p, size_t n, uint32_t *out) {
-    take_turn();
+    wait_for_previous_kernel();
     uint32_t sum = 0;
     const size_t stride = (size_t)gridDim.x * blockDim.x;
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 8 * stride) {
@@ -395,8 +405,8 @@ __global__ void read_once_kernel(const uint4 *p, size_t n, uint32_t *out) {
     if (sum == 0x9e3779b9u) *out = sum;
 }
 
-// What a kernel that does nothing else reads per second: the best of ten times through a gigabyte, or as much as there
-// is room for beside what is reserved, many times what the L2 cache holds. Measured once; 0 without the room.
+// Bytes per second of a kernel that only reads: the best of ten passes over a gigabyte, or over what is free; both are
+// many times the L2 cache. Measured once; 0 if too little memory is free.
 static double cuda_bandwidth(void) {
     static double best = -1;
     if (best >= 0) return best;
@@ -410,7 +420,7 @@ static double cuda_bandwidth(void) {
     cudaEvent_t event[2];
     for (int i = 0; i < 2; i++) CHECK_CUDA(cudaEventCreate(&event[i]), "bandwidth");
     CHECK_CUDA(cudaMemsetAsync(p, 0, bytes, cuda.stream), "bandwidth");
-    for (int i = 0; i < 11; i++) {                     // the first time does not count
+    for (int i = 0; i < 11; i++) {                     // the first pass does not count
         float ms = 0;
         CHECK_CUDA(cudaEventRecord(event[0], cuda.stream), "bandwidth");
         launch(WRITES_NOTHING, read_once_kernel, cuda.card.n_sm * 16, 256, 0, (const uint4 *)p, bytes / sizeof(uint4),
@@ -426,7 +436,7 @@ static double cuda_bandwidth(void) {
     return best;
 }
 
-// Energy since the driver was loaded, from NVML where it is installed.
+// Joules since the driver was loaded, from NVML if it is installed; else -1.
 static double cuda_joules(void) {
     static unsigned (*energy)(void *, unsigned long long *);
     static void *device;

@@ -1,5 +1,5 @@
-/* sample.cuh - what happens to logits: the output head, top-k, sampling, verification of drafts. A part of gemma4_kernels.cu,
- * which includes it in its section [9].
+/* sample.cuh - what happens to logits: the output head, top-k, sampling, verification of drafts. A part of
+ * gemma4_kernels.cu, which includes it in its section [9].
  *
  * HOLDS        the operations sample, verify_walk, logprob, head and head_centroid with their kernels
  * MAY USE      sections [1] to [5] of gemma4_kernels.cu: launch(), block helpers, launch_jobs() for the head's product
@@ -12,38 +12,39 @@
 #define SAMPLE_CUH
 
 // ==== [1] Keys, strips, shared memory ================================================================================
-// Tokens of a row are ordered by a key of 64 bits, descending logit, then ascending id: no two are equal, 0 is below
-// all.
+// The tokens of a row are ordered by a key of 64 bits: logit descending, then id ascending. No two keys are equal; 0 is
+// below all.
 //
-// A row is spread over many blocks. Its strips of STRIP tokens, one load of a warp, leave their best key each; the
-// block that comes last to a row reads these and finishes the row. The k best tokens lie in the k strips with the best
-// keys, so it looks at few tokens again: with k = 64 some 80 of 2048 strips, and little more than k tokens of these,
-// which fit a list. With top_k off a token may be anywhere: sums over bins tell in which, and its tokens fit the list.
+// A row is divided among many blocks. For each strip of STRIP tokens (one load of a warp) they store the best key. The
+// last block of a row to finish reads these keys and completes the row. The k best tokens lie in the k strips with the
+// best keys, so it reads few tokens again: with k = 64 some 80 of 2048 strips, of which little more than k tokens go to
+// a list. If top_k is off, the token may be anywhere: sums over bins tell in which bin, and the tokens of that bin fit
+// the list.
 //
-// Everything is exact and in whole numbers, so the division into blocks does not show. Sums of exp() do round: they are
-// made per strip, then over the strips in one order.
+// Comparisons and weights are exact integers, so the number of blocks does not matter. Sums of exp() round: they are
+// computed for each strip, then over the strips in a fixed order.
 
 enum { SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32,
-       STRIP = 128,                            // tokens: four for each lane
-       ROUND = 2 * SAMPLE_WARPS,               // strips that a block takes at once, two for each warp
-       BLOCKS_OF_SM = 4,                       // more rows than these take in full: fewer blocks a row
+       STRIP = 128,                            // tokens; four for each lane
+       ROUND = 2 * SAMPLE_WARPS,               // strips that a block reads at a time, two for each warp
+       BLOCKS_OF_SM = 4,                       // blocks of a launch for each SM, at most
        BIN_BITS = 11, LIST_BITS = 10,
        BINS = 1 << BIN_BITS, LIST = 1 << LIST_BITS,
        SAMPLE_SHARED = (BINS + LIST) * 8 };    // bytes
 
 typedef unsigned long long u64;
 
-#define SELDOM __attribute__((noinline))       // code that most launches do not come to
+#define COLD __attribute__((noinline))         // code that most launches do not run
 
 __device__ static inline u64 token_key(float z, int id) {
-    return (u64)order_of(z) << 32 | (unsigned)~id;
+    return (u64)ordered_bits(z) << 32 | (unsigned)~id;
 }
 __device__ static inline int key_id(u64 key) { return (int)~(unsigned)key; }
-__device__ static inline float key_logit(u64 key) { return of_order((unsigned)(key >> 32)); }
+__device__ static inline float key_logit(u64 key) { return from_ordered_bits((unsigned)(key >> 32)); }
 
-typedef struct {              // what the blocks of a launch hand to the last one of each row
-    u64    *strip;            // (n_rows, n_strips) the best key of a strip, 0: all of it is out
-    double *sum;              // (n_rows, n_strips) its sum of exp(z - best)
+typedef struct {              // what the blocks of a launch leave for the last block of each row
+    u64    *strip;            // (n_rows, n_strips) the best key of a strip; 0: no token of it is allowed
+    double *sum;              // (n_rows, n_strips) sum of exp(z - best) of a strip
     float  *z;                // (n_rows, stride) logits with bias and penalties
     int     n_strips, stride;
     int     per_block;        // strips, a multiple of ROUND
@@ -51,27 +52,27 @@ typedef struct {              // what the blocks of a launch hand to the last on
 
 typedef struct {              // the tokens of one row
     const float *z;
-    const uint32_t *mask;     // NULL: all are allowed
-    const u64 *strip;         // of Spread; read by the last block alone
+    const uint32_t *mask;     // NULL: all tokens are allowed
+    const u64 *strip;         // of Spread; only the last block reads it
     int vocab, n_strips;
-    bool head;                // a NaN counts as -Inf, nothing is out
-    const int32_t *ids;       // of the tokens; NULL: their numbers
+    bool head;                // for summary_kernel: NaN counts as -Inf, no token is excluded
+    const int32_t *ids;       // ids of the tokens; NULL: their numbers
 } TokenRow;
 
 typedef struct {              // four tokens
     float4   z;
-    unsigned in;              // bit j: token j is one of the vocabulary and allowed
-} Four;
+    unsigned in;              // bit j: token j exists and is allowed
+} FourTokens;
 
-__device__ static inline float4 four_values(const float *row, int i, int n) {          // 0 behind n
+__device__ static inline float4 four_values(const float *row, int i, int n) {          // 0 after n
     if (i + 4 <= n && (size_t)row % 16 == 0) return *(const float4 *)(row + i);
     return make_float4(i < n ? row[i] : 0, i + 1 < n ? row[i + 1] : 0, i + 2 < n ? row[i + 2] : 0,
                        i + 3 < n ? row[i + 3] : 0);
 }
 
 // Tokens i .. i + 3, i a multiple of 4.
-__device__ static inline Four four_tokens(const TokenRow &t, int i) {
-    Four v = { four_values(t.z, i, t.vocab), i < t.vocab ? 15u >> max(i + 4 - t.vocab, 0) : 0 };
+__device__ static inline FourTokens four_tokens(const TokenRow &t, int i) {
+    FourTokens v = { four_values(t.z, i, t.vocab), i < t.vocab ? 15u >> max(i + 4 - t.vocab, 0) : 0 };
     if (t.mask && v.in) v.in &= t.mask[i / 32] >> (i % 32);
     return v;
 }
@@ -82,7 +83,7 @@ __device__ static inline u64 key_of(const TokenRow &t, float z, bool in, int id)
 }
 
 // ==== [2] Helpers of a block, top-k ==================================================================================
-// What a block keeps in shared memory: words for the sums of the first bins, and a list of keys or words for more bins.
+// Shared memory of a block: the sums of the first bins; then a list of keys, or the sums of further bins.
 __device__ static inline u64 *bin_words(void) { return (u64 *)shared_bytes; }      // (BINS)
 __device__ static inline u64 *key_list(void) { return (u64 *)shared_bytes + BINS; }            // (LIST)
 
@@ -91,7 +92,7 @@ __device__ static inline u64 warp_best(u64 key) {
     return (u64)high << 32 | __reduce_max_sync(~0u, (unsigned)(key >> 32) == high ? (unsigned)key : 0);
 }
 
-// For all threads; SAMPLE_THREADS of them, as below.
+// The best key of the block, for all threads; needs SAMPLE_THREADS of them, like the functions below.
 __device__ static u64 block_best(u64 key) {
     __shared__ u64 part[SAMPLE_WARPS];
     key = warp_best(key);
@@ -102,7 +103,7 @@ __device__ static u64 block_best(u64 key) {
     return key;
 }
 
-// Sum of v over the threads before this one; *total: over all.
+// The sum of v over the threads before this one; *total: over all threads.
 __device__ static u64 sum_before(u64 v, u64 *total) {
     __shared__ u64 part[SAMPLE_WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -122,17 +123,17 @@ __device__ static u64 sum_before(u64 v, u64 *total) {
     return before + upto - v;
 }
 
-// Whether this block is the last one of its row, for all threads: what the others wrote before can then be read. *any:
-// `some` of any thread of any block of the row.
+// Is this the last block of its row, for all threads? Then it can read what the others wrote. *any: `some` was true in
+// any thread of any block of the row.
 __device__ static unsigned blocks_done[STEP_ROWS];     // of each row; 0 between launches
 
 __device__ static bool last_of_row(bool some, bool *any) {
     __shared__ unsigned done;
-    const int mine = __syncthreads_or(some);           // this block has written
+    const int mine = __syncthreads_or(some);           // all threads of this block have written
     if (threadIdx.x == 0) {
-        __threadfence();                               // before it is counted
+        __threadfence();                               // publish, then count
         done = atomicAdd(&blocks_done[blockIdx.y], mine ? 0x10001u : 1u) + (mine ? 0x10001u : 1u);
-        __threadfence();                               // counted before the others' writes are read
+        __threadfence();                               // count, then read what others wrote
         if (done % 0x10000 == gridDim.x) blocks_done[blockIdx.y] = 0;
     }
     __syncthreads();
@@ -142,20 +143,21 @@ __device__ static bool last_of_row(bool some, bool *any) {
 
 // ---- the best tokens of a row ----
 
-// use(key) for all tokens of the strips whose best key reaches `from` (> 0), by whole warps; 0 for one that is out.
+// Calls use(key) for all tokens of the strips whose best key is at least `from` (> 0), by whole warps; key 0: not
+// allowed.
 template <typename Use> __device__ static inline void each_token(const TokenRow &t, u64 from, Use use) {
-    enum { AHEAD = 4 };                                // strips on their way to a warp
+    enum { AHEAD = 4 };                                // strips that a warp loads at once
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // four neighbours, the next four to the next warp
+    // four consecutive strips for a warp, the next four for the next warp
     for (int first = 4 * warp; first < t.n_strips; first += SAMPLE_THREADS) {
         const int mine = first + lane / 4 * 4 * SAMPLE_WARPS + lane % 4;
         unsigned left = __ballot_sync(~0u, mine < t.n_strips && t.strip[mine] >= from);
         while (left) {
-            Four v[AHEAD];
+            FourTokens v[AHEAD];
             int at[AHEAD];
 #pragma unroll
             for (int u = 0; u < AHEAD; u++) {
-                const int l = __ffs(left) - 1;         // the lane that has its key
+                const int l = __ffs(left) - 1;         // the lane that found this strip
                 at[u] = left ? (first + l / 4 * 4 * SAMPLE_WARPS + l % 4) * STRIP + 4 * lane : -1;
                 left &= left - 1;
                 if (at[u] >= 0) v[u] = four_tokens(t, at[u]);
@@ -172,8 +174,8 @@ template <typename Use> __device__ static inline void each_token(const TokenRow 
     }
 }
 
-// The keys from .. to, in any order, in the list; returns how many there are, which may be more than it holds. *best:
-// the best key that this thread saw.
+// Collects the keys from .. to in the list, in any order; returns their number, which may be more than the list holds.
+// *best: the best key that this thread saw.
 __device__ static int gather(const TokenRow &t, u64 from, u64 to, u64 *best) {
     __shared__ int n;
     u64 *list = key_list(), most = 0;
@@ -191,8 +193,8 @@ __device__ static int gather(const TokenRow &t, u64 from, u64 to, u64 *best) {
     return n;
 }
 
-// A bound that at least k of the threads' keys reach, and hardly more; 1 when fewer of them are not 0. top: the best of
-// them.
+// A key that at least k of the threads' keys reach, and not many more; 1 if fewer than k of them are not 0. top: the
+// best key.
 __device__ static u64 bound_of(u64 key, int k, u64 top) {
     u64 low = 1, high = top;                           // the bound
     int n = __syncthreads_count(key >= low);
@@ -205,7 +207,7 @@ __device__ static u64 bound_of(u64 key, int k, u64 top) {
     return low;
 }
 
-// The first n of the list, descending. A key's place is the number of greater ones. n <= LIST.
+// Sorts the first n keys of the list, descending. The place of a key is the number of larger keys. n <= LIST.
 __device__ static void sort_list(int n) {
     u64 *list = key_list();
     const int i = threadIdx.x, j = i + SAMPLE_THREADS;
@@ -220,29 +222,30 @@ __device__ static void sort_list(int n) {
 }
 
 // ==== [3] Sums over bins of keys =====================================================================================
-// The tokens of a row are divided into BINS bins by their distance from the best logit, those of a bin that is too full
-// into LIST bins by their keys, and so on until what is left fits the list. The first bins have words of their own, all
-// others use those of the list.
+// The tokens of a row are divided into BINS bins by their distance from the best logit. The tokens of a bin with too
+// many are divided into LIST bins by their keys, and so on until the rest fits the list. The first bins have sums of
+// their own; all later ones use the memory of the list.
 
 typedef struct {
     float largest, scale;     // as in sample_weight
-    bool  count;              // every token weighs 1
+    bool  count;              // every token weighs 1, to count tokens
 } Weighing;
 
 __device__ static inline u64 weight_of(const Weighing &w, u64 key) {
     return w.count ? 1 : sample_weight(key_logit(key), w.largest, w.scale);
 }
 
-// Never falls as the logit falls. Beyond 40 halvings, where tokens weigh nothing: the last.
+// Does not fall when the logit falls. Tokens more than 40 halvings below the best weigh nothing and share the last bin.
 __device__ static inline int first_bin(const Weighing &w, u64 key) {
     const float z = key_logit(key), halvings = z == w.largest ? 0 : (w.largest - z) * w.scale;
     return halvings < 40 ? min((int)(halvings * (BINS / 40.0f)), BINS - 1) : BINS - 1;
 }
 
-// The least key of a logit that `holds`, up to that of top; true for it and all above.
+// The smallest key, up to top, whose logit `holds`. It holds for top, and for every larger logit than one for which it
+// holds.
 template <typename Holds> __device__ static inline u64 least_key(u64 top, Holds holds) {
-    unsigned low = 0x00800000u, high = (unsigned)(top >> 32);          // from the lowest number on; it holds for `high`
-    while (low < high) {                               // 32 places are tried at once
+    unsigned low = 0x00800000u, high = (unsigned)(top >> 32);  // from the smallest normal float; it holds for `high`
+    while (low < high) {                               // each round tests 32 places
         const unsigned step = (high - low) / 32 + 1, at = min(high - low, threadIdx.x % 32 * step) + low;
         const unsigned held = __ballot_sync(~0u, holds((u64)at << 32));
         const int first = held ? __ffs(held) - 1 : 32;
@@ -258,23 +261,24 @@ __device__ static inline unsigned *low_words(int bits) {
 __device__ static inline unsigned *high_words(int bits) { return low_words(bits) + (1 << bits); }
 __device__ static inline u64 bin_sum(int bits, int i) { return (u64)high_words(bits)[i] << 32 | low_words(bits)[i]; }
 
-// Shared memory adds 32 bits at once.
+// Adds a weight of 64 bits; atomics in shared memory add 32 bits.
 __device__ static inline void add_to_bin(int bits, int i, u64 weight) {
     const unsigned low = (unsigned)weight, before = atomicAdd(low_words(bits) + i, low);
     const unsigned high = (unsigned)(weight >> 32) + (before + low < low);
     if (high) atomicAdd(high_words(bits) + i, high);
 }
 
-// Of LIST bins of the keys from .. to, bin i has those that are (i << shift) .. (i + 1 << shift) - 1 below `to`.
+// Bins of LIST_BITS for the keys from .. to: bin i has the keys that are (i << shift) .. (i + 1 << shift) - 1 below
+// `to`.
 __device__ static inline int bin_shift(u64 from, u64 to) {
     return max(0, 64 - __clzll((long long)(to - from)) - LIST_BITS);
 }
 
-// What the tokens from .. to weigh, in each of 1 << bits bins: the first ones, or others. row: in shared memory.
-SELDOM __device__ static void fill_bins(const TokenRow *row, Weighing w, u64 from, u64 to, int bits) {
+// Fills 1 << bits bins with the weights of the tokens from .. to: the first bins, or later ones. row: in shared memory.
+COLD __device__ static void fill_bins(const TokenRow *row, Weighing w, u64 from, u64 to, int bits) {
     const TokenRow t = *row;
     const int shift = bin_shift(from, to);
-    __syncthreads();                                   // the words are free
+    __syncthreads();                                   // the memory is free
     for (int i = threadIdx.x; i < 2 << bits; i += SAMPLE_THREADS) low_words(bits)[i] = 0;
     __syncthreads();
     each_token(t, from, [&](u64 key) {
@@ -284,7 +288,7 @@ SELDOM __device__ static void fill_bins(const TokenRow *row, Weighing w, u64 fro
         const u64 weight = in ? weight_of(w, key) : 0;
         if (!__all_sync(~0u, bin == __shfl_sync(~0u, bin, 0))) {
             if (weight) add_to_bin(bits, bin, weight);
-        } else if (bin >= 0) {                         // equal logits, say: they would queue for one word
+        } else if (bin >= 0) {                         // for example equal logits: all lanes would add to one word
             const u64 low = __reduce_add_sync(~0u, (unsigned)weight & 0xfffff),        // a weight has 40 bits
                       high = __reduce_add_sync(~0u, (unsigned)(weight >> 20));
             if (threadIdx.x % 32 == 0) add_to_bin(bits, bin, low + (high << 20));
@@ -293,10 +297,11 @@ SELDOM __device__ static void fill_bins(const TokenRow *row, Weighing w, u64 fro
     __syncthreads();
 }
 
-// The bin in which the sum from bin 0 on comes to exceed target, or -1; *before: the sum before it, *total: of all.
+// The bin in which the running sum exceeds target, or -1; *before: the sum before that bin, *total: the sum of all
+// bins.
 __device__ static int bin_above(int bits, u64 target, u64 *before, u64 *total) {
     __shared__ int found;
-    __shared__ u64 found_before;                       // of no meaning when nothing is found
+    __shared__ u64 found_before;                       // undefined if no bin is found
     const int each = (1 << bits) / SAMPLE_THREADS, first = threadIdx.x * each;
     u64 sum = 0;
     for (int i = first; i < first + each; i++) sum += bin_sum(bits, i);
@@ -316,9 +321,9 @@ __device__ static int bin_above(int bits, u64 target, u64 *before, u64 *total) {
 
 typedef struct { u64 key, sum; } Cut;
 
-// Of the tokens from .. to, best first: the key of the first that together with those before it weighs more than
-// target, 0: all of them weigh no more; and that weight. The first bins are filled with them. Uses the list.
-SELDOM __device__ static Cut first_above(const TokenRow *row, Weighing w, u64 from, u64 to, u64 target) {
+// The first key, best first, of the tokens from .. to at which the running sum of weights exceeds target, with that
+// sum; key 0: it never does. The first bins must be filled with these tokens. Uses the list.
+COLD __device__ static Cut first_above(const TokenRow *row, Weighing w, u64 from, u64 to, u64 target) {
     __shared__ Cut found;
     const u64 *list = key_list();
     u64 sum = 0, before, total, best;
@@ -351,18 +356,18 @@ SELDOM __device__ static Cut first_above(const TokenRow *row, Weighing w, u64 fr
     }
 }
 
-// The k-th best key of a row; 0: there are fewer that reach `from`. top: the best. scale: of Weighing, for the division
-// alone.
+// The k-th best key of a row; 0: fewer than k keys are at least `from`. top: the best key. scale: of Weighing; it only
+// spreads the keys over bins.
 __device__ static u64 kth_key(const TokenRow *row, int k, u64 from, u64 top, float scale) {
     const Weighing one = { key_logit(top), scale, true };
     fill_bins(row, one, from, top, BIN_BITS);
     return first_above(row, one, from, top, (u64)k - 1).key;
 }
 
-// The k best tokens, sorted, in the list; returns how many there are. k <= LIST. mine: the best key of the strips
-// threadIdx.x, threadIdx.x + SAMPLE_THREADS ..; top: of all.
-//   The k-th best of the threads' keys is a bound that k tokens reach; few others do, unless good tokens crowd in few
-//   strips. Then the threads' best tokens of these give a better one.
+// Sorts the k best tokens into the list; returns their number. k <= LIST. mine: the best key of the strips threadIdx.x,
+// threadIdx.x + SAMPLE_THREADS, ...; top: the best of all.
+//   At least k tokens reach the k-th best of the threads' keys. Few others do, unless the good tokens are in few
+//   strips; then the best tokens that each thread saw in these strips give a better bound.
 __device__ static int best_tokens(const TokenRow *row, int k, u64 mine, u64 top) {
     int n;
     for (int attempt = k <= SAMPLE_THREADS ? 0 : 2;; attempt++) {
@@ -374,8 +379,8 @@ __device__ static int best_tokens(const TokenRow *row, int k, u64 mine, u64 top)
     return min(k, n);
 }
 
-// Steps 5 to 8 of Sample for the first n <= SAMPLE_THREADS of the list: the one thread that holds the drawn token
-// returns it, the others -1.
+// Steps 5 to 8 of Sample for the first n <= SAMPLE_THREADS keys of the list: the thread that has the drawn token
+// returns it, all others return -1.
 __device__ static int draw_from_list(int n, const Weighing &w, float top_p, u64 least, float u) {
     const int i = threadIdx.x;
     const u64 key = i < n ? key_list()[i] : 0;
@@ -386,14 +391,14 @@ __device__ static int draw_from_list(int n, const Weighing &w, float top_p, u64 
     return at <= target && target - at < weight ? key_id(key) : -1;
 }
 
-// The same for a row, of which the k best stay at first; all threads return the token. Tokens that weigh nothing do not
-// matter.
-SELDOM __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, Weighing w, float top_p, u64 least,
+// The same for a whole row, limited to its k best tokens; all threads return the token. Tokens that weigh nothing
+// cannot be drawn and are ignored.
+COLD __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, Weighing w, float top_p, u64 least,
                                            float u) {
     const u64 enough = least_key(top, [&](u64 key) { return weight_of(w, key) >= max(least, (u64)1); });
     u64 from = least_key(top, [&](u64 key) { return weight_of(w, key) > 0; }), total, before;
     if (k < row->vocab) from = max(from, kth_key(row, k, from, top, w.scale));
-    if (!(top_p < 1)) from = max(from, enough);        // nothing else asks for the weight of what min-p takes
+    if (!(top_p < 1)) from = max(from, enough);        // only top-p needs the weight of what min-p removes
     fill_bins(row, w, from, top, BIN_BITS);
     bin_above(BIN_BITS, 0, &before, &total);
     if (top_p < 1) {
@@ -411,11 +416,11 @@ SELDOM __device__ static int draw_from_row(const TokenRow *row, int k, u64 top, 
 
 // ==== [4] Sampling ===================================================================================================
 
-// How often the tokens of ROUND strips from `first` on occur among a row of the step and its ancestors, in seen
-// (shared).
+// Counts in `seen` (shared memory) how often the tokens of ROUND strips from `first` on occur in a row of the step and
+// its ancestors.
 __device__ static void count_seen(const Row &row, const Segment &seg, const Row *step_rows, int vocab, int first,
                                   int *seen) {
-    __syncthreads();                                   // the counts are free
+    __syncthreads();                                   // seen is free
     for (int i = threadIdx.x; i < ROUND * STRIP; i += SAMPLE_THREADS) seen[i] = 0;
     __syncthreads();
     for (int j = threadIdx.x; j <= row.index; j += SAMPLE_THREADS) {
@@ -431,26 +436,26 @@ __device__ static void count_seen(const Row &row, const Segment &seg, const Row 
 //   shapes    logits (n_rows, vocab)
 //   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row
 //             chooses
-//   traffic   reads the logits once, with bias or penalties writes them once; the last block of a row reads k and few
-//             more strips of them again (top_k up to 512), else all that weigh something, once or twice
-//   numerics  whole numbers behind step 3: equal to the CPU's choice whenever the logits are equal
+//   traffic   reads the logits once; with bias or penalties writes them once. The last block reads k strips and few
+//             more again (top_k up to 512), else all strips with a weight, once or twice
+//   numerics  integers after step 3: the same choice as the CPU whenever the logits are equal
 //   see       cpu_sample
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Batch b, Spread s) {
-    take_turn();
+    wait_for_previous_kernel();
     int *seen = (int *)shared_bytes;
     __shared__ int32_t choice;
-    __shared__ TokenRow t;                             // as steps 2 and 3 leave it
+    __shared__ TokenRow t;                             // the row after steps 2 and 3
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_strip = blockIdx.x * s.per_block, end = min(first_strip + s.per_block, s.n_strips);
     const bool changed = o.bias || o.counts;
     float *z = changed ? s.z + (size_t)r * s.stride : NULL;
     const TokenRow given = { o.logits + (size_t)r * o.vocab, o.mask ? o.mask + r * (((size_t)o.vocab + 31) / 32) : NULL,
                              s.strip + (size_t)r * s.n_strips, o.vocab, s.n_strips, false, NULL };
-    Four next[2];                                      // under way while row, segment and parameters are looked up
+    FourTokens next[2];                                // loads in flight while row, segment and parameters are read
     for (int h = 0; h < 2; h++)
         next[h] = four_tokens(given, (first_strip + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
     const Row row = b.rows[r];
-    const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];            // with one, without waiting for the row
+    const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];            // with one segment, no wait for the row
     const int pos = b.len[seg.seq] + row.depth;
     const SampleParams p = o.params[seg.seq];
     bool nan = false;
@@ -506,8 +511,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Bat
     o.out[r] = choice;
 }
 
-// How a launch of n_rows rows, at most STEP_ROWS, is spread; *grid. Scratch: cuda.partial, and cuda.panel for changed
-// logits.
+// Divides a launch of n_rows rows, at most STEP_ROWS, among blocks; *grid. Scratch: cuda.partial, and cuda.panel for
+// changed logits.
 static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
     Spread s = { };
     s.n_strips = div_up(vocab, STRIP);
@@ -521,7 +526,7 @@ static Spread spread_of(int n_rows, int vocab, dim3 *grid) {
     return s;
 }
 
-// Rows of a launch.
+// The most rows of a launch.
 static int spread_rows(int vocab) {
     const size_t strips = PARTIAL_BYTES / ((sizeof(u64) + sizeof(double)) * div_up(vocab, STRIP));
     return (int)(strips < STEP_ROWS ? strips : STEP_ROWS);
@@ -548,18 +553,18 @@ static void cuda_sample(const Sample *o) {
 
 // ==== [5] Drafts =====================================================================================================
 
-// verify_walk: how far the tokens of each segment are those that the model chose.
+// verify_walk: how far the tokens of each segment agree with the tokens that the model chose.
 //   shapes    kept_rows, chosen (n_kept); n_accept, last, next (n_segs); path (n_segs, STEP_ROWS)
 //   launch    grid n_segs, block 32: 32 kept rows at a time, one a lane; the walk goes from lane to lane
 //   traffic   reads kept_rows and chosen once for each segment
 //   numerics  whole numbers
 //   see       cpu_verify_walk
 __global__ void verify_walk_kernel(VerifyWalk o, Batch b) {
-    take_turn();
+    wait_for_previous_kernel();
     const int s = blockIdx.x, lane = threadIdx.x;
     const Segment seg = b.segs[s];
     int32_t *path = seg.kind == SEG_TREE ? o.path + s * STEP_ROWS : NULL;
-    int at = -1, index = -1, chosen = 0, n = 0;        // the kept row where the walk stands, its row, what was chosen there
+    int at = -1, index = -1, chosen = 0, n = 0;        // of the walk: kept row, its row, the token chosen there
     for (int first = 0; first < o.n_out; first += 32) {
         const bool there = first + lane < o.n_out;
         const Row row = there ? o.out_rows[first + lane] : (Row){ };
@@ -574,7 +579,7 @@ __global__ void verify_walk_kernel(VerifyWalk o, Batch b) {
             const int to = __ffs(lanes) - 1;
             index = __shfl_sync(~0u, row.index, to);
             chosen = __shfl_sync(~0u, choice, to);
-            if (at < 0) {                              // rows before the first kept one stay
+            if (at < 0) {                              // rows before the first kept row are accepted
                 for (int i = lane; path && i < index; i += 32) path[i] = i;
                 n = index;
             }
@@ -602,20 +607,20 @@ typedef struct {
     int      k;               // 0: none
     int32_t *ids;             // (n_rows, k)
     float   *top;             // (n_rows, k)
-    float   *sum;             // (n_rows) logsumexp, or with tokens the log-probability of one; NULL: none
+    float   *sum;             // (n_rows) logsumexp; with tokens: the log-probability of one token; NULL: none
     const int32_t *tokens;    // (n_rows) or NULL
-    const int32_t *names;     // (n_rows, vocab) whose logits they are; NULL: those of 0, 1, 2 ..
+    const int32_t *names;     // (n_rows, vocab) tokens to which the logits belong; NULL: tokens 0, 1, 2, ...
 } Summary;
 
-// summary: of rows of logits, what Head and Logprob ask for.
+// summary: top-k and logsumexp of rows of logits, for Head and Logprob.
 //   shapes    logits (n_rows, vocab)
 //   launch    grid (blocks a row, n_rows), block 512, dynamic shared memory SAMPLE_SHARED. The last block of a row
-//             finishes it
-//   traffic   reads the logits once, and k and few more strips of them
-//   numerics  exp in f32 of the distance to the best of a strip, sums in f64 in an order that depends on vocab alone
+//             completes it
+//   traffic   reads the logits once, then k strips and few more again
+//   numerics  exp in f32 of the distance to the best of a strip; sums in f64, in an order that depends only on vocab
 //   see       cpu_head, cpu_head_centroid, cpu_logprob, logsumexp()
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, Spread s) {
-    take_turn();
+    wait_for_previous_kernel();
     __shared__ double part[SAMPLE_WARPS];
     __shared__ TokenRow shared_row;
     const int r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -625,7 +630,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
           o.names ? o.names + (size_t)r * o.vocab : NULL };
     double *sums = s.sum + (size_t)r * s.n_strips;
     for (int first = first_strip; first < end; first += ROUND) {
-        Four v[2];
+        FourTokens v[2];
         for (int h = 0; h < 2; h++) v[h] = four_tokens(t, (first + warp + h * SAMPLE_WARPS) * STRIP + 4 * lane);
         for (int h = 0; h < 2; h++) {
             const int strip = first + warp + h * SAMPLE_WARPS, i = strip * STRIP + 4 * lane;
@@ -648,18 +653,18 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
     u64 mine = 0;
     for (int i = threadIdx.x; i < s.n_strips; i += SAMPLE_THREADS) mine = max(mine, t.strip[i]);
     if (threadIdx.x == 0) shared_row = t;
-    const u64 top = block_best(mine);                  // a barrier for shared_row too
+    const u64 top = block_best(mine);                  // also the barrier for shared_row
     if (o.k) {
         best_tokens(&shared_row, o.k, mine, top);
         const u64 *list = key_list();
         for (int i = threadIdx.x; i < o.k; i += SAMPLE_THREADS) {
             o.ids[(size_t)r * o.k + i] = key_id(list[i]);
-            // a NaN stays one, unless it has a name
+            // NaN is returned as it is, if ids are the numbers of the tokens
             o.top[(size_t)r * o.k + i] = o.names ? key_logit(list[i]) : t.z[key_id(list[i])];
         }
     }
     if (!o.sum) return;
-    const float from = isinf(key_logit(top)) ? 0 : key_logit(top);     // all -Inf, or one +Inf: the sum says so
+    const float from = isinf(key_logit(top)) ? 0 : key_logit(top);     // all -Inf, or a +Inf: the sum shows it
     double sum = 0;
     for (int i = threadIdx.x; i < s.n_strips; i += SAMPLE_THREADS) {
         const float best = key_logit(t.strip[i]);
@@ -677,7 +682,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, S
     o.sum[r] = o.tokens ? (float)((known ? t.z[id] : NAN) - all) : (float)all;
 }
 
-// Any number of rows.
+// Launches summary_kernel for any number of rows.
 static void launch_summary(const Summary *o, int n_rows, const char *what) {
     const int at_once = spread_rows(o->vocab);
     if (!at_once) cuda_die("%s: a vocabulary of %d is not supported", what, o->vocab);
@@ -691,7 +696,7 @@ static void launch_summary(const Summary *o, int n_rows, const char *what) {
         if (o->sum) part.sum += r;
         if (o->tokens) part.tokens += r;
         if (o->names) part.names += (size_t)r * o->vocab;
-        tell_plan("summary", grid, SAMPLE_THREADS, SAMPLE_SHARED, 0, "%d strips a block", spread.per_block);
+        report_plan("summary", grid, SAMPLE_THREADS, SAMPLE_SHARED, 0, "%d strips a block", spread.per_block);
         launch(WRITES_ACTIVATIONS, summary_kernel, grid, SAMPLE_THREADS, SAMPLE_SHARED, part, spread);
         CHECK_LAUNCH("%s n_rows=%d vocab=%d", what, n, o->vocab);
     }
@@ -702,7 +707,8 @@ static void cuda_logprob(const Logprob *o) {
     launch_summary(&s, o->n_rows, "logprob");
 }
 
-// head: the soft-capped products of STEP_ROWS rows at a time; logits that nobody wants whole pass through cuda.panel.
+// head: the soft-capped product, STEP_ROWS rows at a time. Logits that the caller does not ask for are kept in
+// cuda.panel.
 static void cuda_head(const Head *o) {
     const int vocab = o->w->rows, cols = o->w->cols;
     const bool f = is_float(o->w->type);
@@ -750,18 +756,18 @@ typedef struct {
     Result   to;              // their logits
 } Candidates;
 
-// candidates: logits of the tokens of the chosen centroids, wherever their rows lie.
+// candidates: logits of the tokens of the chosen centroids, by gathered rows of the matrix.
 //   shapes    as in HeadCentroid
-//   launch    grid (ceil(n_used * per / 4 / warps), n_rows), block 512, dynamic shared memory: the row. A warp has a
-//             unit of four candidates, of floats one after the other
+//   launch    grid (ceil(n_used * per / 4 / warps), n_rows), block 512, dynamic shared memory: the row. A warp computes
+//             four candidates, of a float matrix one after the other
 //   traffic   reads the rows of the candidates once for each row of the step
 //   numerics  as product_kernel
 //   see       cpu_head_centroid
 __global__ void __launch_bounds__(ROW_THREADS, 1) candidates_kernel(const __grid_constant__ Candidates o) {
-    take_turn();
-    __shared__ float sums[PRODUCT_WARPS][UNIT];
+    wait_for_previous_kernel();
+    __shared__ float sums[PRODUCT_WARPS][WARP_FEATURES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = blockIdx.y, n = o.to.rows;
-    const int first = UNIT * (blockIdx.x * PRODUCT_WARPS + warp), own = min(first + lane / 8, n - 1);
+    const int first = WARP_FEATURES * (blockIdx.x * PRODUCT_WARPS + warp), own = min(first + lane / 8, n - 1);
     const int nth = quotient(own, o.by_per), per = (int)o.by_per.by;
     const int token = o.order[o.chosen[r * o.n_used + nth] * per + own - nth * per];
     const bool floats = is_float(o.type);
@@ -769,12 +775,12 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) candidates_kernel(const __grid
     __syncthreads();                                   // the row is there
     if (first >= n) return;
 #pragma unroll 1
-    for (int k = 0; k < (floats ? UNIT : 1); k++)
+    for (int k = 0; k < (floats ? WARP_FEATURES : 1); k++)
         multiply<1>(o.type, &o.w, floats ? __shfl_sync(~0u, token, 8 * k) : token, 1, o.input.cols, o.quads,
                     floats ? o.input.f_at : o.input.q_at, 0, 1, sums[warp] + k);
     __syncwarp();                                      // sums are there
-    const int name = __shfl_sync(~0u, token, lane % UNIT * 8);
-    if (lane >= UNIT || first + lane >= n) return;
+    const int name = __shfl_sync(~0u, token, lane % WARP_FEATURES * 8);
+    if (lane >= WARP_FEATURES || first + lane >= n) return;
     o.names[(size_t)r * n + first + lane] = name;
     store_product(o.to, r, first + lane, sums[warp][lane]);
 }
@@ -792,13 +798,13 @@ static void launch_candidates(const HeadCentroid *o, Prepared y, const int32_t *
     c.order = o->order, c.chosen = chosen, c.n_used = o->n_used, c.by_per = divisor(per);
     c.names = names;
     c.to.rows = o->n_used * per, c.to.out = o->logits, c.to.factor = w->scale;
-    launch(WRITES_ACTIVATIONS, candidates_kernel, dim3(div_up(c.to.rows, UNIT * PRODUCT_WARPS), o->n_rows), ROW_THREADS,
-           c.input.f_row + c.input.q_row, c);
+    const dim3 grid(div_up(c.to.rows, WARP_FEATURES * PRODUCT_WARPS), o->n_rows);
+    launch(WRITES_ACTIVATIONS, candidates_kernel, grid, ROW_THREADS, c.input.f_row + c.input.q_row, c);
     CHECK_LAUNCH("head_centroid n_rows=%d candidates=%d cols=%d", o->n_rows, c.to.rows, w->cols);
 }
 
-// head_centroid: scores of the centroids, the best of them, logits of their tokens, the best of these. Which centroids
-// and whose logits lies in cuda.panel.
+// head_centroid: scores of the centroids, the best centroids, logits of their tokens, the best tokens. The chosen
+// centroids and the tokens of the logits are kept in cuda.panel.
 static void cuda_head_centroid(const HeadCentroid *o) {
     const Tensor *w = o->w, *centroids = o->centroids;
     const int n_rows = o->n_rows, cols = w->cols, per = w->rows / centroids->rows, n = o->n_used * per;

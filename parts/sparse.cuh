@@ -1,8 +1,10 @@
-/* sparse.cuh - which keys matter: the choice of blocks for sparse prompt attention (block_select) and the attention that each
- * key receives (attn_mass, for prompt compression). A part of gemma4_kernels.cu, which includes it in its section [8].
+/* sparse.cuh - which keys matter: the choice of blocks of keys for sparse prompt attention (block_select), and the
+ * attention that each key receives (attn_mass, for prompt compression). A part of gemma4_kernels.cu, which includes it
+ * in its section [8].
  *
- * HOLDS        the two operations with their kernels, and key_listed(), by which attention reads a list of blocks
- * MAY USE      what stands before the include in gemma4_kernels.cu: the Flash tiles of [8], kv_read2 and kv_row of [7]
+ * HOLDS        the two operations with their kernels, and key_listed(), with which attend_plain_kernel reads a list of
+ * blocks
+ * MAY USE      what precedes the include in gemma4_kernels.cu: the Flash tiles of [8], kv_read2 and kv_row of [7]
  * BEGIN        with cuda_block_select() at the end of [1] and cuda_attn_mass() at the end of [2]
  *   [1] Blocks of keys that a prompt attends to      [2] Attention that each key receives */
 #ifndef SPARSE_CUH
@@ -12,8 +14,8 @@
 
 typedef struct {              // a block of rows
     int  seg, first, n;       // rows first .. first + n - 1 of the batch
-    int  pos, n_blocks;       // position of the first; blocks of keys in sight
-    bool all, of_prompt;      // they see all; the segment is a prompt's
+    int  pos, n_blocks;       // position of the first row; blocks of keys that are visible
+    bool all, of_prompt;      // the rows attend to all blocks; the segment is a prompt
 } RowBlock;
 
 __device__ static inline RowBlock row_block(const Batch &b, int number) {
@@ -28,12 +30,12 @@ __device__ static inline RowBlock row_block(const Batch &b, int number) {
 
 // block_mean: the mean of the rows of K of a block of keys, as halves.
 //   shapes    means (n_segs, n_kv_heads, n_blocks, head_dim) halves; head_dim <= 512, even
-//   launch    grid (n_blocks, n_kv_heads, n_segs), block 256: two values a thread; blocks that are not whole do nothing
-//   traffic   reads K once (tied: V, which serves as K but for what turns)
-//   numerics  f32, keys upwards
+//   launch    grid (n_blocks, n_kv_heads, n_segs), block 256: two values a thread; incomplete blocks are skipped
+//   traffic   reads K once (tied: V, which is K except for the dims with RoPE)
+//   numerics  f32, keys ascending
 //   see       mean_blocks in gemma4.c
 __global__ void block_mean_kernel(Batch b, Cache c, int n_blocks, __half *means) {
-    take_turn();
+    wait_for_previous_kernel();
     const Segment seg = b.segs[blockIdx.z];
     const int i = 2 * threadIdx.x, slot = blockIdx.x * SELECT_KEYS, g = blockIdx.y;
     if (slot + SELECT_KEYS > b.len[seg.seq] + seg.n || i >= c.head_dim) return;
@@ -48,19 +50,21 @@ __global__ void block_mean_kernel(Batch b, Cache c, int n_blocks, __half *means)
     *(__half2 *)(means + row * c.head_dim + i) = __floats2half2_rn(sum.x / SELECT_KEYS, sum.y / SELECT_KEYS);
 }
 
-typedef Flash<512, 32> ScoreShape;                     // a line is a row here, and a key the mean of a block
-enum { SCORE_BLOCKS = 32, SCORE_GROUPS = SELECT_ROWS / 8,              // blocks of a tile; 8 rows whose scores lie in a warp
-       SCORE_BYTES = SCORE_BLOCKS * 512 * 2 + ScoreShape::GIVEN_BYTES + SCORE_GROUPS * SCORE_BLOCKS * 8 };
+typedef Flash<512, 32> ScoreShape;                     // here a line is a row, and a key is the mean of a block
+enum { SCORE_BLOCKS = 32,                              // blocks of a tile
+       SCORE_GROUPS = SELECT_ROWS / 8,                 // a warp has the scores of 8 rows
+       SCORE_BYTES = SCORE_BLOCKS * 512 * 2 + ScoreShape::EXCHANGE_BYTES + SCORE_GROUPS * SCORE_BLOCKS * 8 };
 static_assert((int)SELECT_ROWS == (int)FLASH_LINES, "rows of a block");
 
-// The largest score of 8 rows for each of the 8 blocks that a thread has, and the sum of exp(score - largest).
-// s: of row `line`. stats (SCORE_BLOCKS) of these rows; j0: first block of the thread's
+// For each of the 8 blocks of a thread: the maximum of the scores of 8 rows, and the sum of exp(score - maximum).
+// s: of row `line`. stats (SCORE_BLOCKS) of these rows; j0: first block of the thread
 __device__ static inline void score_stats(const float (&s)[4][4], const RowBlock &v, float scale, int line, int j0,
                                           float2 *stats) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        const int at = n / 2 * 8 + n % 2, behind = (j0 + at + 1) * SELECT_KEYS - 1 - v.pos;    // first row that sees all of it
-        const float x = line >= behind && line < v.n ? s[n / 2][n % 2] * scale : -INFINITY;
+        const int at = n / 2 * 8 + n % 2;
+        const int sees_all = (j0 + at + 1) * SELECT_KEYS - 1 - v.pos;  // the first row that sees the whole block
+        const float x = line >= sees_all && line < v.n ? s[n / 2][n % 2] * scale : -INFINITY;
         float most = x;
         for (int h = 4; h < 32; h *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, h));
         float sum = x == -INFINITY ? 0 : expf(x - most);
@@ -70,21 +74,21 @@ __device__ static inline void score_stats(const float (&s)[4][4], const RowBlock
 }
 
 // block_score: s of BlockSelect for one block of rows and one head.
-//   shapes    q (n_rows, n_heads, head_dim), means as block_mean leaves them, scores (row blocks, n_heads, n_blocks)
+//   shapes    q (n_rows, n_heads, head_dim), means from block_mean, scores (row blocks, n_heads, n_blocks)
 //   launch    grid (row blocks, n_heads), block ScoreShape::THREADS, dynamic shared memory SCORE_BYTES
-//   traffic   q once; the means of the blocks in sight once for 64 rows, mostly from L2: 1 / SELECT_KEYS of attention's K
+//   traffic   q once; the means of visible blocks once for 64 rows, mostly from L2: 1 / SELECT_KEYS of attention's K
 //   numerics  q in f16, scores on tensor cores with f32 sums; exp in f32
 //   see       score_blocks in gemma4.c
 __global__ void __launch_bounds__(ScoreShape::THREADS, 1) block_score_kernel(BlockSelect o, Batch b, Cache c) {
-    take_turn();
+    wait_for_previous_kernel();
     const ScoreShape f;
     const RowBlock v = row_block(b, blockIdx.x);
     if (v.all) return;
     const Segment seg = b.segs[v.seg];
     const int hd = c.head_dim, h = blockIdx.y, whole = (b.len[seg.seq] + seg.n) / SELECT_KEYS;
-    __half *k = (__half *)shared_bytes;                // (SCORE_BLOCKS, 512), zeros after the last dim and the last block
-    char *given = (char *)(k + SCORE_BLOCKS * 512);
-    float2 *stats = (float2 *)(given + ScoreShape::GIVEN_BYTES);       // (SCORE_GROUPS, SCORE_BLOCKS)
+    __half *k = (__half *)shared_bytes;  // (SCORE_BLOCKS, 512), zeros after the last dim and after the last block
+    char *exchange = (char *)(k + SCORE_BLOCKS * 512);
+    float2 *stats = (float2 *)(exchange + ScoreShape::EXCHANGE_BYTES);       // (SCORE_GROUPS, SCORE_BLOCKS)
     const float *from = o.q + ((size_t)v.first * o.n_heads + h) * hd;
     const size_t row = ((size_t)v.seg * c.n_kv_heads + h / (o.n_heads / c.n_kv_heads)) * o.out.n_blocks;
     const __half *mean = (const __half *)o.means + row * hd;
@@ -109,9 +113,9 @@ __global__ void __launch_bounds__(ScoreShape::THREADS, 1) block_score_kernel(Blo
             };
             flash_scores(s, k + f.half * 256 + d, 512, own);
         }
-        flash_hand_over(f, s, given);
+        flash_send_half(f, s, exchange);
         __syncthreads();                               // all scores are there
-        flash_take_over(f, s, given);
+        flash_add_half(f, s, exchange);
         score_stats(s[0], v, o.scale, f.line(0), j0 + column, stats + (f.tile * 2 + f.half) * SCORE_BLOCKS + column);
         __syncthreads();                               // stats are there
         if (threadIdx.x < SCORE_BLOCKS && j0 + (int)threadIdx.x < v.n_blocks) {
@@ -126,9 +130,9 @@ __global__ void __launch_bounds__(ScoreShape::THREADS, 1) block_score_kernel(Blo
     }
 }
 
-// The least weight >= 0 that at most `most` of w (n) exceed. All lanes of a warp.
+// The smallest weight >= 0 that at most `most` of w (n) exceed. All lanes of a warp.
 __device__ static inline float weight_of_rank(const float *w, int n, int most) {
-    unsigned low = 0, high = 0x7f800000u;              // bits of floats from 0 to infinity are in their order
+    unsigned low = 0, high = 0x7f800000u;  // the bits of floats from 0 to infinity have the order of the floats
     while (low < high) {
         const unsigned mid = low + (high - low) / 2;
         int above = 0;
@@ -139,14 +143,16 @@ __device__ static inline float weight_of_rank(const float *w, int n, int most) {
     return __uint_as_float(low);
 }
 
-// block_list: weights and lists of one block of rows and one KV head, and how many blocks that are.
-//   shapes    scores (row blocks, n_heads, n_blocks); weights and lists as BlockSelect
-//   launch    grid (row blocks, n_kv_heads), block 256: a warp sums up a head, the first one makes the list
+// block_list: weights and lists of one block of rows and one KV head, and how many blocks these list.
+//   shapes    scores (row blocks, n_heads, n_blocks); weights and lists as in BlockSelect
+//   launch    grid (row blocks, n_kv_heads), block 256: a warp adds up a head, the first warp makes the list
+//   traffic   reads the scores three times, mostly from L2, writes weights and lists once
+//   numerics  f32; the weight of a block is the maximum over the heads of its softmax share
 //   see       list_blocks in gemma4.c
 enum { MAX_GROUP = 64 };
 __global__ void block_list_kernel(BlockSelect o, Batch b, int n_kv_heads) {
-    take_turn();
-    __shared__ float2 sums[MAX_GROUP];                 // of a head: the largest score, 1 / sum of exp(score - largest)
+    wait_for_previous_kernel();
+    __shared__ float2 sums[MAX_GROUP];                 // of a head: maximum, 1 / sum of exp(score - maximum)
     const RowBlock v = row_block(b, blockIdx.x);
     const int lane = threadIdx.x % 32, group = o.n_heads / n_kv_heads, list = blockIdx.x * n_kv_heads + blockIdx.y;
     const int near = max(v.pos / SELECT_KEYS - SELECT_NEAR + 1, 0), n_blocks = o.out.n_blocks;
@@ -177,14 +183,16 @@ __global__ void block_list_kernel(BlockSelect o, Batch b, int n_kv_heads) {
     const bool ranked = o.density > 0;
     const int n_ranked = max(near - SELECT_FIRST, 0);
     int room = (int)ceilf(o.density * (float)v.n_blocks) - min(v.n_blocks, v.n_blocks - near + SELECT_FIRST), above = 0;
-    const float edge = v.all ? 0 : ranked ? weight_of_rank(w + SELECT_FIRST, n_ranked, max(room, 0)) : o.alpha * largest;
+    const float edge = v.all ? 0 : ranked ? weight_of_rank(w + SELECT_FIRST, n_ranked, max(room, 0))
+                                          : o.alpha * largest;
     for (int i = lane; i < n_ranked && ranked && !v.all; i += 32) above += w[SELECT_FIRST + i] > edge;
-    room -= __reduce_add_sync(~0u, above);             // for those that weigh as much as edge
+    room -= __reduce_add_sync(~0u, above);             // left for blocks whose weight equals edge
     for (int first = 0; first < v.n_blocks && !v.all; first += 32) {
         const int i = first + lane;
         const bool here = i < v.n_blocks, always = i < SELECT_FIRST || i >= near;
         const float weight = here ? w[i] : 0;
-        const unsigned ties = __ballot_sync(~0u, here && ranked && !always && weight == edge), before = (1u << lane) - 1;
+        const unsigned ties = __ballot_sync(~0u, here && ranked && !always && weight == edge);
+        const unsigned before = (1u << lane) - 1;
         const bool heavy = ranked ? weight > edge || (weight == edge && __popc(ties & before) < room)
                                   : o.alpha >= 1 || weight >= edge;
         const unsigned kept = __ballot_sync(~0u, here && (always || heavy));
@@ -206,28 +214,31 @@ static void cuda_block_select(const BlockSelect *o) {
         cuda_die("block_select: %d heads of %d values are not supported", o->n_heads, c->head_dim);
     launch(WRITES_ACTIVATIONS, block_mean_kernel, dim3(o->out.n_blocks, c->n_kv_heads, b->n_segs), 256, 0, *b, *c,
            o->out.n_blocks, (__half *)o->means);
-    tell_plan("block_score", dim3(blocks, o->n_heads), ScoreShape::THREADS, SCORE_BYTES, 0, "tiles of %d blocks", SCORE_BLOCKS);
-    launch(WRITES_ACTIVATIONS, block_score_kernel, dim3(blocks, o->n_heads), ScoreShape::THREADS, SCORE_BYTES, *o, *b, *c);
+    report_plan("block_score", dim3(blocks, o->n_heads), ScoreShape::THREADS, SCORE_BYTES, 0, "tiles of %d blocks",
+                SCORE_BLOCKS);
+    launch(WRITES_ACTIVATIONS, block_score_kernel, dim3(blocks, o->n_heads), ScoreShape::THREADS, SCORE_BYTES, *o, *b,
+           *c);
     launch(WRITES_ACTIVATIONS, block_list_kernel, dim3(blocks, c->n_kv_heads), 256, 0, *o, *b, c->n_kv_heads);
     CHECK_LAUNCH("block_select n_rows=%d n_heads=%d head_dim=%d", b->n_rows, o->n_heads, c->head_dim);
 }
 
 // ==== [2] Attention that each key receives ===========================================================================
 
-// share_scores: scale * q . k of some rows and all keys in sight.
+// mass_scores: scale * q . k of some rows and all visible keys.
 //   shapes    AttnMass; head_dim <= 512, even; probs (n_rows, n_heads, n_keys)
-//   launch    grid (slots / MASS_KEYS, n_kv_heads, n_segs), block 256: a warp a key, for all rows and heads that read it
-//   traffic   reads K once (tied: V, which serves as K but for what turns); q comes from L2 for each key
+//   launch    grid (slots / MASS_KEYS, n_kv_heads, n_segs), block 256: a warp for each key, all rows and heads that
+//             read it
+//   traffic   reads K once (tied: V, which is K except for the dims with RoPE); q comes from L2 for each key
 //   numerics  f32
 //   see       share_keys in gemma4.c
 enum { MASS_KEYS = 64 };
-__global__ void share_scores_kernel(AttnMass o, Batch b, Cache c) {
-    take_turn();
+__global__ void mass_scores_kernel(AttnMass o, Batch b, Cache c) {
+    wait_for_previous_kernel();
     const Segment seg = b.segs[blockIdx.z];
     const int lane = threadIdx.x % 32, len = b.len[seg.seq], g = blockIdx.y, group = o.n_heads / c.n_kv_heads;
     const int end = min((int)(blockIdx.x + 1) * MASS_KEYS, len + seg.n);
     for (int j = blockIdx.x * MASS_KEYS + threadIdx.x / 32; j < end; j += 8) {
-        float2 k[8];                                   // values 2 * lane + 64 * i of the key, and the next ones
+        float2 k[8];                                   // values 2 * lane + 64 * i and 2 * lane + 64 * i + 1 of the key
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int d = 2 * lane + 64 * i;
@@ -248,12 +259,14 @@ __global__ void share_scores_kernel(AttnMass o, Batch b, Cache c) {
     }
 }
 
-// share_softmax: scores of a row and head become shares, in place.
+// mass_softmax: softmax of the scores of a row and head, in place.
+//   shapes    probs (n_rows, n_heads, n_keys)
 //   launch    grid (n_heads, n_rows), block 256
 //   traffic   reads and writes the scores three times, mostly in L2
+//   numerics  f32; sums over the lanes, then over 8 warps
 //   see       share_keys in gemma4.c
-__global__ void share_softmax_kernel(AttnMass o, Batch b) {
-    take_turn();
+__global__ void mass_softmax_kernel(AttnMass o, Batch b) {
+    wait_for_previous_kernel();
     __shared__ float tops[8], sums[8];
     const Row row = b.rows[blockIdx.y];
     const int n = b.len[b.segs[row.seg].seq] + row.index + 1;
@@ -261,7 +274,7 @@ __global__ void share_softmax_kernel(AttnMass o, Batch b) {
     for (int j = threadIdx.x; j < n; j += 256) top = fmaxf(top, s[j]);
     top = warp_max(top);
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
-    __syncthreads();                                   // tops are there
+    __syncthreads();                                   // maxima are there
     for (int i = 0; i < 8; i++) top = fmaxf(top, tops[i]);
     for (int j = threadIdx.x; j < n; j += 256) sum += expf(s[j] - top);
     sum = warp_sum(sum);
@@ -272,35 +285,38 @@ __global__ void share_softmax_kernel(AttnMass o, Batch b) {
     for (int j = threadIdx.x; j < n; j += 256) s[j] = expf(s[j] - top) / sum;
 }
 
-// share_most: the largest share of the heads joins the mass.
-//   launch    grid (n_keys / 256, n_rows), block 256: a thread a key
-//   traffic   reads shares of all heads, reads and writes mass once
+// mass_max: mass = max(mass, the largest softmax share of the heads).
+//   shapes    probs (n_rows, n_heads, n_keys), mass (n_rows, n_keys)
+//   launch    grid (n_keys / 256, n_rows), block 256: a thread for each key
+//   traffic   reads the probabilities of all heads, reads and writes mass once
+//   numerics  exact
 //   see       cpu_attn_mass in gemma4.c
-__global__ void share_most_kernel(AttnMass o, Batch b) {
-    take_turn();
+__global__ void mass_max_kernel(AttnMass o, Batch b) {
+    wait_for_previous_kernel();
     const Row row = b.rows[blockIdx.y];
     const int j = blockIdx.x * 256 + threadIdx.x;
     if (j > b.len[b.segs[row.seg].seq] + row.index) return;
     float *mass = o.mass + (size_t)blockIdx.y * o.n_keys + j, most = *mass;
-    for (int h = 0; h < o.n_heads; h++) most = fmaxf(most, o.probs[((size_t)blockIdx.y * o.n_heads + h) * o.n_keys + j]);
+    for (int h = 0; h < o.n_heads; h++)
+        most = fmaxf(most, o.probs[((size_t)blockIdx.y * o.n_heads + h) * o.n_keys + j]);
     *mass = most;
 }
 static void cuda_attn_mass(const AttnMass *o) {
     const Cache *c = o->cache;
     const Batch *b = o->batch;
     if (c->head_dim > 512 || c->head_dim % 2) cuda_die("attn_mass: a head of %d values is not supported", c->head_dim);
-    launch(WRITES_ACTIVATIONS, share_scores_kernel, dim3(div_up(c->slots, MASS_KEYS), c->n_kv_heads, b->n_segs), 256, 0,
+    launch(WRITES_ACTIVATIONS, mass_scores_kernel, dim3(div_up(c->slots, MASS_KEYS), c->n_kv_heads, b->n_segs), 256, 0,
            *o, *b, *c);
-    launch(WRITES_ACTIVATIONS, share_softmax_kernel, dim3(o->n_heads, b->n_rows), 256, 0, *o, *b);
-    launch(WRITES_ACTIVATIONS, share_most_kernel, dim3(div_up(o->n_keys, 256), b->n_rows), 256, 0, *o, *b);
+    launch(WRITES_ACTIVATIONS, mass_softmax_kernel, dim3(o->n_heads, b->n_rows), 256, 0, *o, *b);
+    launch(WRITES_ACTIVATIONS, mass_max_kernel, dim3(div_up(o->n_keys, 256), b->n_rows), 256, 0, *o, *b);
     CHECK_LAUNCH("attn_mass n_rows=%d n_heads=%d head_dim=%d", b->n_rows, o->n_heads, c->head_dim);
 }
 
-// Whether key j is in a listed block.
+// Is key j in a listed block?
 __device__ static inline bool key_listed(const BlockList &blocks, int list, int j) {
     const int32_t *block = blocks.block + (size_t)list * blocks.n_blocks, n = blocks.n[list];
     int low = 0, high = n;
-    while (low < high) {                               // the first block that is not below j's
+    while (low < high) {                               // finds the first listed block that is not before the block of j
         const int mid = (low + high) / 2;
         if (block[mid] < j / SELECT_KEYS) low = mid + 1;
         else high = mid;

@@ -63,11 +63,11 @@ __global__ void copies(const int4 *in, int4 *out, Fault fault) {
     if (fault != NO_COMMIT) copy_commit();
     copy_ahead(&all[i + 32], &in[i + 32]);
     copy_commit();
-    if (fault == NONE) copied<1>();
-    else if (fault == NO_COMMIT) copied<1>();
+    if (fault == NONE) wait_for_copies<1>();
+    else if (fault == NO_COMMIT) wait_for_copies<1>();
     __syncwarp();
     const int4 a = all[31 - i];
-    copied<0>();
+    wait_for_copies<0>();
     __syncwarp();
     const int4 b = all[63 - i];
     out[i] = { a.x, a.w, b.x, b.w };

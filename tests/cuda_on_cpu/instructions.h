@@ -45,20 +45,20 @@ static inline void copy_or_zero(void *shared, const void *global, bool there) {
     alignas(16) static const char zeros[16] = { };
     cuda_copy_ahead(shared, there ? global : zeros, 16);
 }
-static inline void fetch_ahead(const void *p, unsigned bytes) {
-    if ((uintptr_t)p % 16 || bytes % 16) cuda_fault("fetch_ahead: %p, %u bytes: not multiples of 16", p, bytes);
+static inline void prefetch_l2(const void *p, unsigned bytes) {
+    if ((uintptr_t)p % 16 || bytes % 16) cuda_fault("prefetch_l2: %p, %u bytes: not multiples of 16", p, bytes);
 }
 static inline float fast_exp2(float x) { return x < -126 ? 0 : exp2f(x); }
-static inline unsigned pick_bytes(unsigned a, unsigned b, unsigned which) { return __byte_perm(a, b, which); }
+static inline unsigned permute_bytes(unsigned a, unsigned b, unsigned which) { return __byte_perm(a, b, which); }
 static inline int dot_unsigned(unsigned a, unsigned b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(a >> i & 255) * (int8_t)(b >> i);
     return sum;
 }
-static inline const void *memory_of(const void *parameter) { return parameter; }
-static inline unsigned touch_parameter(const void *, int) { return 0; }
+static inline const void *address_of_parameter(const void *parameter) { return parameter; }
+static inline unsigned prefetch_parameter(const void *, int) { return 0; }
 static inline void copy_commit(void) { cuda_copy_commit(); }
-template <int N> static inline void copied(void) { cuda_copied(N); }
-static inline int afresh(int v) { return v; }
+template <int N> static inline void wait_for_copies(void) { cuda_copied(N); }
+static inline int opaque(int v) { return v; }
 template <int N> static inline void sync_first(void) { cuda_barrier_of(N); }
 static inline void mbarrier_init(uint64_t *b, unsigned count) { cuda_mbarrier_init(b, count); }
 static inline void mbarrier_arrive(uint64_t *b) { cuda_mbarrier_arrive(b, false); }
