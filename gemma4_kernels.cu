@@ -2373,7 +2373,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
 // every warp, and beside the arithmetic instead of before it. Nobody waits for all of the block: a copying warp waits
 // until the 8 have used what its stage overwrites, each of these until its stage is there. Blocks take their pieces in
 // turn, and the copies of the next piece are under way while this one ends. Weights that do not depend on the choice of
-// experts are asked for before take_turn().
+// experts are asked for before wait_for_previous_kernel().
 //
 // Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's,
 // with all of its rows, up to 8 NT; NT follows what an expert has, and the matrix that runs beside takes its rows as
@@ -2412,6 +2412,7 @@ typedef struct {              // a launch
     int    record[MAX_JOBS];  // bytes; 0: a matrix of floats
     int    features[MAX_JOBS];                 // of the result that a piece makes
     bool   deep[MAX_JOBS];    // the second half of a stage is the next octet, not 32 features more (JOB_GATED: of up)
+    bool   half[MAX_JOBS];    // deep, and a stage has no second half
     int    tiles[MAX_JOBS];   // pieces of a matrix
     int    at_once, chunks;   // beside experts: rows of another matrix's piece, pieces of the same features; else 0, 1
     bool   floats;            // there are such
@@ -2600,9 +2601,10 @@ template <DType T, int PLANE> struct PlaneCopy {
     int      left;            // bytes from that stage to the end of a row
 };
 template <DType T, int PLANE>
-__device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p, bool deep, int stage) {
+__device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p, bool deep, bool half,
+                                         int stage) {
     constexpr CopyShape shape = copy_shape(T, PLANE);
-    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep ? 2 : 1) * stage * shape.octet;
+    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep && !half ? 2 : 1) * stage * shape.octet;
     c->apart = shape.at_once * bytes;
     c->left = bytes - done;
 #pragma unroll
@@ -2613,15 +2615,16 @@ __device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, c
     }
 }
 // Asks for a stage of it and goes on to the warp's next one. there: features of each half that there are.
-template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, bool deep,
+template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, bool deep, bool half,
                                                                        const int there[2]) {
     constexpr CopyShape shape = copy_shape(T, PLANE);
     if (!shape.octet) return;
     const int lane = threadIdx.x % 32, first = lane / shape.lanes, chunk = lane % shape.lanes * 16;
-    const int on = (deep ? 2 : 1) * COPY_WARPS * shape.octet;
+    const int on = (deep && !half ? 2 : 1) * COPY_WARPS * shape.octet;
     char *at = to + first * record_of(T).size + shape.at + chunk;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+        if (h && half) break;
         const int left = c->left - (h && deep ? shape.octet : 0), need = left > 0 ? min(shape.octet, left) : -16;
 #pragma unroll
         for (int i = 0; i < shape.lanes; i++) {
@@ -2638,12 +2641,12 @@ template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy
 // A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in
 // int8, INPUT_PITCH bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row,
 // and a scale of every fourth. In deep stages the same follows for the next 8 groups.
-// early: take_turn() is still to come, and as many weights as the ring takes are asked for before it.
-template <DType T, int NT>
+// early: wait_for_previous_kernel() is still to come, and as many weights as the ring takes are asked for before it.
+template <DType T, int NT, bool HALVES>
 __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *f, bool early) {
     const Job &o = t.jobs.job[p.job];
-    const bool deep = t.deep[p.job], listed = p.job == t.expert_job;
-    const int lane = threadIdx.x % 32, n_groups = (int)((unsigned)o.cols / 32), each = deep ? 16 : 8;
+    const bool deep = t.deep[p.job], half = HALVES && t.half[p.job], listed = p.job == t.expert_job;
+    const int lane = threadIdx.x % 32, n_groups = (int)((unsigned)o.cols / 32), each = deep && !half ? 16 : 8;
     const int n = div_up(n_groups, each);
     const int features = o.rows - p.first;
     const int there[2] = { min(32, features), min(32, features - (deep || o.kind == JOB_GATED ? 0 : 32)) };
@@ -2652,10 +2655,10 @@ __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *
     PlaneCopy<T, 1> hi;
     PlaneCopy<T, 2> head;
     PlaneCopy<T, 3> sup;
-    begin_copy(&lo, o, p, deep, f->stage);
-    begin_copy(&hi, o, p, deep, f->stage);
-    begin_copy(&head, o, p, deep, f->stage);
-    begin_copy(&sup, o, p, deep, f->stage);
+    begin_copy(&lo, o, p, deep, half, f->stage);
+    begin_copy(&hi, o, p, deep, half, f->stage);
+    begin_copy(&head, o, p, deep, half, f->stage);
+    begin_copy(&sup, o, p, deep, half, f->stage);
     auto row_of = [&](int r) {
         const int row = listed && r < p.n ? list_of(t, LIST_ROW)[p.from + r] : p.from + r;
         return (r < p.n ? row : 0) * n_groups + each * f->stage;
@@ -2680,13 +2683,13 @@ __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *
         char *to = shared_bytes + f->place * t.stage_bytes;
         if (f->used) mbarrier_wait(&ring->used[f->place], f->parity);
         if (early || f->stage >= ahead) {              // weights
-            copy_plane(&lo, to, deep, there);
-            copy_plane(&hi, to, deep, there);
-            copy_plane(&head, to, deep, there);
-            copy_plane(&sup, to, deep, there);
+            copy_plane(&lo, to, deep, half, there);
+            copy_plane(&hi, to, deep, half, there);
+            copy_plane(&head, to, deep, half, there);
+            copy_plane(&sup, to, deep, half, there);
         }
         if (!early) {                                  // rows
-            char *q = to + 64 * record_of(T).size;
+            char *q = to + (half ? 32 : 64) * record_of(T).size;
 #pragma unroll 1
             for (int first = 0; first < each; first += 8, q += ROW_AREA * NT) {
                 const int group = each * f->stage + first;
@@ -2719,14 +2722,14 @@ __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *
 }
 
 // A copying warp's work: its stages of all pieces. early: as above. stride: of Walk.
-template <int NT> __device__ static inline void feed(const Tiling &t, bool early, int stride) {
+template <int NT, bool HALVES> __device__ static inline void feed(const Tiling &t, bool early, int stride) {
     const int own = threadIdx.x / 32 - TILE_WARPS;
     Feed f = { { (int)blockIdx.x, 0, stride }, own, own, false, 1 };
     Piece p;
     while (next_piece(t, &f.walk, &p)) {
         if (early && !t.record[p.job]) wait_for_previous_kernel(), early = false;
         switch (t.jobs.job[p.job].type) {
-#define CASE(T, ...) case T: feed_piece<T, NT>(t, p, &f, early); break;
+#define CASE(T, ...) case T: feed_piece<T, NT, HALVES>(t, p, &f, early); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
@@ -2839,14 +2842,14 @@ template <DType T> __device__ static inline void input_rows(InputRows<T> *y, con
     }
 }
 
-// acc += one group of 64 features, or (DEEP) two of 32, times n rows. acc[m][i]: 16 features by 8 rows, as
+// acc += one group of 64 features, or (DEEP) two of 32, or one (half), times n rows. acc[m][i]: 16 features by 8 rows, as
 // multiply_int8 has them. row, up: numbers of the planes' rows of the first features of both halves. The terms are
 // those of scaled_term: a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has
 // 22 bits and is less than 2^104 (HAS_WIDE).
 template <DType T, int NT, bool DEEP>
 __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records, const char *rows,
                                              unsigned row, unsigned up, int n_groups, int stage, int n, int slice,
-                                             int lane) {
+                                             int lane, bool half) {
     constexpr bool halves = Type<T>::halves, min = Type<T>::min, folds = !(Type<T>::form.traits & HAS_WIDE);
     const int t = lane / 4, k = lane % 4;
     const char *q = rows + t * INPUT_PITCH + 32 * slice + 4 * k;
@@ -2858,7 +2861,7 @@ __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char 
 #pragma unroll
     for (int h = 0; h < 2; h++, records += 32 * record_of(T).size, row = up) {
         if (DEEP && h) {
-            if (8 * ++stage + slice >= n_groups) break;
+            if (half || 8 * ++stage + slice >= n_groups) break;
             q += ROW_AREA * NT, s += ROW_AREA * NT / 4;
             if (held == NT) take_rows();
         }
@@ -2896,8 +2899,8 @@ __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char 
     }
 }
 
-// All stages of a piece. place: where in the ring the next one lies; parity: of the round. KEEP: the last two
-// stay, for sums
+// All stages of a piece. place: where in the ring the next one lies; parity: of the round. KEEP: the last one
+// stays, for sums
 template <DType T, int NT, bool DEEP, bool KEEP>
 __device__ static inline void multiply_stages(const Tiling &t, int *place, unsigned *parity, float (&acc)[4][NT][4],
                                               const Job &o, const Piece &p) {
@@ -2905,26 +2908,54 @@ __device__ static inline void multiply_stages(const Tiling &t, int *place, unsig
     const int n_groups = (int)((unsigned)o.cols / 32);
     const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
     const int thread = NT <= 2 ? opaque(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
+    const bool half = KEEP && DEEP && t.half[p.job];
+    const int octets = DEEP && !half ? 2 : 1;
 #pragma unroll 1
-    for (int stage = 0; 8 * stage < n_groups; stage += DEEP ? 2 : 1) {
+    for (int stage = 0; 8 * stage < n_groups; stage += octets) {
         const char *records = shared_bytes + *place * t.stage_bytes;
         mbarrier_wait(&ring->there[*place], *parity);
         if (8 * stage + slice < n_groups)
-            multiply_group<T, NT,
-                DEEP>(acc, records, records + 64 * record_of(T).size, row, up, n_groups, stage, p.n, slice, lane);
+            multiply_group<T, NT, DEEP>(acc, records, records + (half ? 32 : 64) * record_of(T).size, row, up, n_groups, stage,
+                                        p.n, slice, lane, half);
         __syncwarp();
-        const bool kept = KEEP && 8 * (stage + (DEEP ? 4 : 2)) >= n_groups;
+        const bool kept = KEEP && 8 * (stage + octets) >= n_groups;
         if (!kept && lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
         if (++*place == t.stages) *place = 0, *parity ^= 1;
     }
 }
 
-// One feature times one row, from its eight slices.   sums (TILE_WARPS, ROWS, SUMS_PITCH)
-template <int ROWS> __device__ static inline float join_slices(const float *sums, int row, int feature) {
+// One feature times one row, from its eight slices.   sums (TILE_WARPS, 8, SUMS_PITCH)
+__device__ static inline float join_slices(const float *sums, int row, int feature) {
     const float *p = sums + row * SUMS_PITCH + feature;
     float v[8];
-    for (int w = 0; w < 8; w++) v[w] = p[w * ROWS * SUMS_PITCH];
+    for (int w = 0; w < 8; w++) v[w] = p[w * 8 * SUMS_PITCH];
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+// The same in half the room. First each warp hands half of its features to the warp four on, or four back, and adds to
+// the other half what that one has: slices w and w + 4 lie added up.   sums (TILE_WARPS / 2, 8, SUMS_PITCH)
+__device__ static inline void add_slices(float *sums, const float (&acc)[4][4], bool deep, int warp, int lane) {
+    const bool upper = warp >= TILE_WARPS / 2;
+    const int half = deep ? 16 : 32, tiles = deep ? 1 : 2;
+    float *own = sums + (warp % (TILE_WARPS / 2) * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
+    float *give = own + (upper ? 0 : half), *keep = own + (upper ? half : 0), rest[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+        for (int j = 0; m < tiles && j < 4; j++) {
+            const float low = acc[m][j], high = deep ? acc[1][j] : acc[m + 2][j];
+            give[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = upper ? low : high;
+            rest[m][j] = upper ? high : low;
+        }
+    sync_first<TILE_THREADS>();
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+        for (int j = 0; m < tiles && j < 4; j++) keep[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] += rest[m][j];
+}
+__device__ static inline float join_added(const float *sums, int row, int feature) {
+    const float *p = sums + row * SUMS_PITCH + feature;
+    float v[4];
+    for (int w = 0; w < 4; w++) v[w] = p[w * 8 * SUMS_PITCH];
+    return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
 // A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above.
@@ -2979,9 +3010,10 @@ __device__ static inline bool last_of(int *arrived, int n) {
 }
 
 // The weighted sum over each row's experts, of the features of a piece.
-__device__ static inline void join_experts(const Tiling &t, const Job &o, int first) {
-    for (int i = threadIdx.x; i < o.n_rows * 64; i += TILE_THREADS) {
-        const int r = i / 64, feature = first + i % 64;
+template <bool HALVES> __device__ static inline void join_experts(const Tiling &t, const Job &o, int first, bool half) {
+    const int n = HALVES && half ? 32 : 64;
+    for (int i = threadIdx.x; i < o.n_rows * n; i += TILE_THREADS) {
+        const int r = i / n, feature = first + i % n;
         if (feature >= o.rows) continue;
         const float *result = t.results + (size_t)r * o.n_used * o.rows + feature;
         float sum = 0;
@@ -2996,7 +3028,7 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 //   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); 8 NT rows at a time
 //   launch    grid: what is resident, or fewer where each block then has as many pieces; block 256 + 64; shared memory:
 //             the ring, sums, lists of experts
-//   IN_STAGE  sums go through the last two stages of a piece, once all have used them
+//   IN_STAGE  sums go through the last stage of a piece, once all have used it; there may be halves of stages
 //   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2
 //             cache; JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
 //   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of
@@ -3031,7 +3063,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if ((int)blockIdx.x >= walk.stride) return;
     }
     if (threadIdx.x >= TILE_THREADS) {
-        feed<NT>(t, early, walk.stride);
+        feed<NT, IN_STAGE>(t, early, walk.stride);
         return;
     }
     if (early) wait_for_previous_kernel();
@@ -3062,18 +3094,25 @@ tile_kernel(const __grid_constant__ Tiling t) {
         if (aside) __syncwarp();
         if (aside) walk = walks[warp], p = pieces[warp];
         const bool listed = p.job == t.expert_job;
-        // 8 rows at a time: a warp takes one, a lane features l and l + 32. A stage has room for the sums of four
-        const int last = (place ? place : t.stages) - 1, before = (last ? last : t.stages) - 1;
-        constexpr int ROWS = IN_STAGE ? 4 : 8;
-        auto in_stage = [&](int row) { return (float *)(shared_bytes + (row < 4 ? before : last) * t.stage_bytes); };
+        // 8 rows at a time: a warp takes one, a lane features l and l + 32
+        const int last = (place ? place : t.stages) - 1;
+        if (IN_STAGE) sums = (float *)(shared_bytes + last * t.stage_bytes);
         for (int i = 0; !floats && 8 * i < p.n; i++) {
-            sync_first<TILE_THREADS>();                // the sums of the last 8 rows have been read, and the stages
-            const int row = lane % 4 * 2;
-            float *own = (IN_STAGE ? in_stage(row) : sums) + (warp * ROWS + row % ROWS) * SUMS_PITCH + lane / 4;
+            sync_first<TILE_THREADS>();                // the sums of the last 8 rows have been read, and the stage
+            float *own = sums + (warp * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
 #pragma unroll
             for (int at = 0; at < NT; at++)
-                for (int m = 0; at == i && m < (deep ? 2 : 4); m++)
+                for (int m = 0; !IN_STAGE && at == i && m < (deep ? 2 : 4); m++)
                     for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
+            if (IN_STAGE) {
+                float own8[4][4];
+#pragma unroll
+                for (int k = 0; k < 16; k++) {
+                    own8[k / 4][k % 4] = acc[k / 4][0][k % 4];
+                    if (NT > 1 && i) own8[k / 4][k % 4] = acc[k / 4][NT - 1][k % 4];
+                }
+                add_slices(sums, own8, deep, warp, lane);
+            }
             sync_first<TILE_THREADS>();
             const int n = 8 * i + warp;
             if (n >= p.n) continue;
@@ -3081,7 +3120,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
             float v[2] = { };
             for (int h = 0; h <= !deep; h++) {
                 const float *factor = h && gated ? o.up_factor : o.factor;
-                v[h] = join_slices<ROWS>(IN_STAGE ? in_stage(warp) : sums, warp % ROWS, 32 * h + lane);
+                v[h] = IN_STAGE ? join_added(sums, warp, 32 * h + lane) : join_slices(sums, warp, 32 * h + lane);
                 if (factor && o.kind != JOB_STORE) v[h] = factor[p.expert] * v[h];
             }
 #pragma unroll 1
@@ -3100,13 +3139,15 @@ tile_kernel(const __grid_constant__ Tiling t) {
         }
         if (IN_STAGE && !floats) {
             __syncwarp();                              // the sums have been read
-            if (lane < ARRIVING_LANES) mbarrier_arrive(&ring_of(t)->used[before]), mbarrier_arrive(&ring_of(t)->used[last]);
+            if (lane < ARRIVING_LANES) mbarrier_arrive(&ring_of(t)->used[last]);
         }
         if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.tiles[p.job]))
             for (int r = warp; r < p.n; r += TILE_WARPS)
                 choose_experts(t.jobs.choice, o.out, r, (unsigned *)(IN_STAGE ? (float *)(shared_bytes + t.sums_at) : sums) +
                                                             warp * t.jobs.choice.n);
-        if (down && p.last && last_of(t.arrived + p.first / 64, runs_of(t))) join_experts(t, o, p.first);
+        const bool half = IN_STAGE && t.half[p.job];
+        if (down && p.last && last_of(t.arrived + p.first / (half ? 32 : 64), runs_of(t)))
+            join_experts<IN_STAGE>(t, o, p.first, half);
     }
 }
 
@@ -3218,7 +3259,7 @@ static void allow_products(void) {
     for (auto k : product_kernels) allow_shared(k);
     for (auto k : gemv_kernels) allow_shared(k);
     for (auto k : gemv_floats_kernels) allow_shared(k);
-    for (auto k : tile_kernels) allow_shared(k);
+    for (auto k : tile_kernels) allow_shared(k, TILE_STATIC);
 }
 
 typedef struct {              // how a launch is carried out
@@ -3250,7 +3291,7 @@ static void report_products(const Plan *p) {
     if (p->kernel == BY_TILES)
         report_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes%s",
                   8 << p->variant % TILE_SIZES, p->tiling.stages, p->tiling.stage_bytes,
-                  p->variant < TILE_SIZES ? "" : ", sums in two");
+                  p->variant < TILE_SIZES ? "" : ", sums in one");
     else report_plan(product_names[p->kernel], grid, p->threads, p->shared, p->resident, "%d rows",
                    p->kernel == BY_ROWS && p->variant ? FEW_ROWS : 1);
 }
@@ -3266,40 +3307,79 @@ static int down_runs(int same, int slots) {
     return best;
 }
 
-// Two blocks of an SM, where registers leave room for them: while one waits the other works. And rather sums in stages than
-// fewer than three stages.
-typedef struct { int resident, stages; bool in_stage; } RingChoice;
-static const RingChoice ring_choices[] = { { 2, 3, false }, { 2, 3, true }, { 1, 3, false }, { 1, 2, false } };
+// Two blocks of an SM, where registers leave room for them: while one waits the other works; one, where no block would have
+// two pieces. Sums go through stages where there is no room beside the ring. A launch behind one of the other kernel takes 4 to
+// 5 us longer (H100), as if for its instructions, so single blocks do the same. But they miss the stage that waits for sums, so
+// those that go through many have the sums beside the ring.
+enum { RING_IN_STAGE = 1,     // sums go through stages
+       RING_FEW = 2,          // where no block has two pieces
+       RING_SHORT = 4,        // where a block goes through up to SHORT_STAGES
+       RING_HALVES = 8,       // matrices may have halves of stages
+       SHORT_STAGES = 64 };
+typedef struct {
+    int      resident, stages;                 // stages: at least
+    unsigned flags;
+} RingChoice;
+static const RingChoice ring_choices[] = {
+    { 2, 3, 0 }, { 2, 4, RING_IN_STAGE }, { 1, 4, RING_IN_STAGE | RING_FEW }, { 2, 3, RING_IN_STAGE | RING_HALVES },
+    { 1, 4, RING_IN_STAGE | RING_SHORT }, { 1, 3, 0 }, { 1, 2, 0 } };
+
+// What shared memory leaves for the ring: the rest is sums, lists, and room of the choice of experts.
+static int ring_room(const Tiling *t, const RingChoice *c, int n_choice, int *sums, int *lists) {
+    *lists = t->n_pairs ? round_16((LIST_SIZE * (t->n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
+    *sums = c->flags & RING_IN_STAGE ? 4 * TILE_WARPS * n_choice : SUMS_BYTES;
+    const int most = min_int(cuda.card.sm_shared / c->resident - BLOCK_SYSTEM, cuda.card.block_shared) - TILE_STATIC;
+    return most - *sums - *lists - (int)sizeof(Ring);
+}
 
 // Where things lie in shared memory; false: there is no room for as many stages, for sums, or for what makes the lists.
 static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
-    const int lists = t->n_pairs ? round_16((LIST_SIZE * (t->n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
-    const int of_choice = 4 * TILE_WARPS * n_choice, sums = c->in_stage ? of_choice : SUMS_BYTES;      // of choose_experts
-    const int of_sm = cuda.card.sm_shared / c->resident - BLOCK_SYSTEM - TILE_STATIC;
-    const int most = min_int(of_sm, cuda.card.block_shared - STATIC_SHARED);
-    t->stages = min_int(TILE_STAGES, (most - sums - lists - (int)sizeof(Ring)) / t->stage_bytes);
+    const bool in_stage = c->flags & RING_IN_STAGE;
+    int sums, lists;
+    const int room = ring_room(t, c, n_choice, &sums, &lists);
+    t->stages = min_int(TILE_STAGES, room / t->stage_bytes);
     t->sums_at = t->stages * t->stage_bytes;
     t->lists_at = t->sums_at + sums;
     t->ring_at = t->lists_at + lists;
-    return t->stages >= c->stages && of_choice <= sums && (!c->in_stage || t->stage_bytes >= SUMS_BYTES / 2) &&
-           list_room(t->n_pairs) <= (c->in_stage ? t->sums_at : sums);
+    return t->stages >= c->stages && 4 * TILE_WARPS * n_choice <= sums && (!in_stage || t->stage_bytes >= SUMS_BYTES / 2) &&
+           list_room(t->n_pairs) <= (in_stage ? t->sums_at : sums);
 }
 
-// With up to `most` blocks of an SM; NULL: there is none that fits. deep: only with three stages, since they are twice as
-// large. short_pieces: some are of one stage
-static const RingChoice *choose_ring(Tiling *t, int most, bool deep, bool short_pieces, int n_choice) {
-    for (const RingChoice &c : ring_choices) {
-        const bool fits = c.resident <= most && !(deep && c.stages < 3) && !(c.in_stage && short_pieces);
-        if (fits && place_ring(t, &c, n_choice)) return &c;
+// The pieces of each matrix and the bytes of a stage; returns how many pieces there are, of down without its runs, and the
+// most stages of one. Where there may be halves, pieces have 32 features and stages of one octet if three of their stages
+// would be too large and they are deep or of down, and beside experts if their stages would be larger than the experts'.
+static int cut_pieces(Tiling *t, const Jobs *jobs, const RingChoice *c, bool deep, int tiles, int *stages) {
+    int sums, lists, pieces = 0;
+    const int third = ring_room(t, c, jobs->choice.n, &sums, &lists) / 3, area = ROW_AREA * tiles;
+    const Job *experts = t->expert_job >= 0 ? &jobs->job[t->expert_job] : NULL;
+    *stages = t->stage_bytes = 0;
+    for (int k = 0; k < jobs->n; k++) {
+        const Job *o = &jobs->job[k];
+        const bool gated = o->kind == JOB_GATED, down = o->kind == JOB_DOWN;
+        t->record[k] = record_of(o->type).size;
+        t->half[k] = false;
+        t->features[k] = 1;
+        t->deep[k] = deep && !gated && !down && !is_float(o->type);
+        if (!is_float(o->type)) {
+            const int bytes = 64 * t->record[k] + (t->deep[k] ? 2 : 1) * area;
+            int most = t->deep[k] || down ? third : bytes;
+            if (experts && o != experts && !gated) most = 64 * record_of(experts->type).size + area;
+            t->half[k] = c->flags & RING_HALVES && bytes > most;
+            t->deep[k] |= t->half[k];
+            t->features[k] = gated || t->deep[k] ? 32 : 64;
+            t->stage_bytes = max_int(t->stage_bytes, t->half[k] ? 32 * t->record[k] + area : bytes);
+            *stages = max_int(*stages, div_up(o->cols, t->deep[k] && !t->half[k] ? 512 : 256));
+        }
+        t->tiles[k] = div_up(o->rows, t->features[k]);
+        pieces += t->tiles[k] * (o->ids && gated ? t->n_pairs : t->chunks);
     }
-    return NULL;
+    return pieces;
 }
 
 // deep: stages hold two octets of 32 features where that reaches more SMs
 static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     Tiling &t = p->tiling;
-    int rows = 1, of_expert = 0, wide = 0, pieces = 0, n_deep = 0, short_pieces = 0;
-    const Job *down = NULL;
+    int rows = 1, of_expert = 0, wide = 0, pieces = 0, down = -1;
     t = { };
     t.expert_job = -1;
     for (int k = 0; k < jobs->n; k++) {
@@ -3307,7 +3387,7 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
         const int n_pairs = o->n_rows * o->n_used, n_experts = o->ids ? min_int(n_pairs, o->n_experts) : 1;
         rows = max_int(rows, o->n_rows);
         if (o->ids) t.expert_job = k, t.n_pairs = n_pairs, of_expert = div_up(n_pairs, o->n_experts);
-        if (o->kind == JOB_DOWN) down = o;
+        if (o->kind == JOB_DOWN) down = k;
         if (is_float(o->type)) t.floats = true;
         else wide += n_experts * div_up((o->kind == JOB_GATED ? 2 : 1) * o->rows, 64);
     }
@@ -3318,29 +3398,28 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     const int tiles = 1 << p->variant;                 // of 8 rows
     t.chunks = 1;
     if (of_expert && jobs->n > 1) t.at_once = 8 * tiles, t.chunks = div_up(n_rows, t.at_once);
-    for (int k = 0; k < jobs->n; k++) {
-        const Job *o = &jobs->job[k];
-        // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
-        // one for each SM, those of 32 reach more SMs.
-        t.deep[k] = deep && o->kind != JOB_GATED && o->kind != JOB_DOWN && wide <= cuda.card.n_sm;
-        n_deep += t.deep[k];
-        t.record[k] = record_of(o->type).size;
-        t.features[k] = o->kind == JOB_GATED || t.deep[k] ? 32 : 64;
-        if (is_float(o->type)) t.features[k] = 1;
-        t.tiles[k] = div_up(o->rows, t.features[k]);
-        pieces += t.tiles[k] * (o->ids && o->kind == JOB_GATED ? t.n_pairs : t.chunks);
-        if (is_float(o->type)) continue;
-        short_pieces |= o->cols <= (t.deep[k] ? 512 : 256);
-        t.stage_bytes = max_int(t.stage_bytes, 64 * t.record[k] + (t.deep[k] ? 2 : 1) * ROW_AREA * tiles);
+    // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
+    // one for each SM, those of 32 reach more SMs.
+    if (deep && wide > cuda.card.n_sm) return false;
+    const RingChoice *ring = NULL;
+    for (const RingChoice &c : ring_choices) {
+        if (tiles > 2 && (c.resident > 1 || c.flags & RING_IN_STAGE)) continue;
+        if (deep && c.stages < 3) continue;            // deep stages are twice as large
+        int stages;
+        pieces = cut_pieces(&t, jobs, &c, deep, tiles, &stages);
+        if (!t.stage_bytes) return false;              // floats only
+        if (c.flags & RING_FEW && (down >= 0 || pieces > cuda.card.n_sm)) continue;
+        if (c.flags & RING_SHORT && div_up(pieces, cuda.card.n_sm) * stages > SHORT_STAGES) continue;
+        if (!place_ring(&t, &c, jobs->choice.n)) continue;
+        ring = &c;
+        break;
     }
-    if (!t.stage_bytes || (deep && !n_deep)) return false;             // floats only; none is
-    const RingChoice *ring = choose_ring(&t, tiles <= 2 ? 2 : 1, deep, short_pieces, jobs->choice.n);
     if (!ring) return false;
-    if (ring->in_stage) p->variant += TILE_SIZES;
+    if (ring->flags & RING_IN_STAGE) p->variant += TILE_SIZES;
     const int slots = cuda.card.n_sm * ring->resident;
-    if (down) {
-        const int same = div_up(down->rows, 64);
-        if (same > MAX_ARRIVED || (size_t)t.n_pairs * down->rows * sizeof(float) > PARTIAL_BYTES) return false;
+    if (down >= 0) {
+        const int same = t.tiles[down], n_features = jobs->job[down].rows;
+        if (same > MAX_ARRIVED || (size_t)t.n_pairs * n_features * sizeof(float) > PARTIAL_BYTES) return false;
         t.runs = down_runs(same, slots);
         t.results = cuda.partial;
         t.arrived = (int *)cuda.arrived;

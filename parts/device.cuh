@@ -3,7 +3,7 @@
  *
  * HOLDS        the operations of gemma4.h that compute nothing: scratch_bytes, init, memory, reserve, release, copy,
  * begin,
- *              end, wait, mark, wait_for, launches, card, bandwidth, joules
+ *              end, wait, fence, wait_for, launches, card, bandwidth, joules
  * MAY USE      all of gemma4_kernels.cu that precedes the include
  * BEGIN        with cuda_init() in [1] and cuda_begin() in [3]
  *   [1] Scratch, the device, start       [3] Recorded steps, fences
@@ -354,8 +354,8 @@ static void cuda_end(void) {
 
 static int cuda_fence(void) {
     Fence *fence = &cuda.fences[cuda.n_fences % MAX_FENCES];
-    if (!fence->event) CHECK_CUDA(cudaEventCreateWithFlags(&fence->event, EVENT_FLAGS), "mark");
-    CHECK_CUDA(cudaEventRecord(fence->event, cuda.stream), "mark");
+    if (!fence->event) CHECK_CUDA(cudaEventCreateWithFlags(&fence->event, EVENT_FLAGS), "fence");
+    CHECK_CUDA(cudaEventRecord(fence->event, cuda.stream), "fence");
     fence->pinned_at = cuda.pinned_at;
     fence->n_pending = cuda.n_pending;
     return cuda.n_fences++;
