@@ -84,8 +84,7 @@ typedef struct {              // GGUF keys begin with "gemma4."
 typedef struct {                        // shapes are (rows, cols); vectors are f32
     const float *attn_norm;             // (dim)
     Tensor attn_q;                      // (n_heads * head_dim, dim)
-    Tensor attn_k;                      // (n_kv_heads * head_dim, dim); data NULL: the layer reads an earlier layer's
-                                        // cache
+    Tensor attn_k;                      // (n_kv_heads * head_dim, dim); data NULL: K is in an earlier layer's cache
     Tensor attn_v;                      // as attn_k; data NULL too in global layers whose V is the K projection
     const float *attn_q_norm;           // (head_dim)
     const float *attn_k_norm;           // (head_dim) NULL where attn_k is absent
@@ -131,8 +130,7 @@ static size_t matrix_bytes(const Tensor *t) { return gguf_row_size(t->type, t->c
 // are rings; global layers hold the whole context. If V is the K projection, the two are stored once ("tied": Cache in
 // gemma4.h). parts/plan.h computes how much memory all of it takes and reserves it in one piece.
 
-enum { SCORE_ROWS = 32 };     // the last tokens of a prompt; the attention that they pay to a token is the token's
-                              // score
+enum { SCORE_ROWS = 32 };     // a token's score is the attention that the last 32 tokens of the prompt pay to it
 
 typedef struct {              // what forward works on; all in backend memory
     // the rows of a step
@@ -165,13 +163,11 @@ typedef struct {              // what forward works on; all in backend memory
     int32_t *n_accept, *path;          // (n_seqs), (n_seqs, STEP_ROWS) rows to commit, as the host says
     int32_t *walked;                   // (n_seqs) rows of each segment that verification accepted
     int32_t *last;                     // (n_seqs) by segment: the output row where verification ended
-    int32_t *next;                     // (n_seqs) and the token sampled there; next[n_seqs..] holds the drafter's
-                                       // tokens, so that one gather reads both
+    int32_t *next;                     // (n_seqs) the token sampled there; then the drafts: move_tokens() reads both
     float   *found_logits, *found_logsumexp;           // logits of the drafter's tokens: Drafter.logits, .logsumexp
     int32_t *token_source;             // (STEP_ROWS) where in next a row's token is, if the host does not know it yet
     // sparse prompts (pFlash)
-    BlockList blocks;                  // blocks of keys that a prompt's rows attend to in a global layer; NULL: all
-                                       // keys
+    BlockList blocks;                  // blocks of keys that a prompt's rows attend to; NULL: all keys
     void    *block_means;              // (n_seqs, n_kv_heads, n_blocks, head_dim) floats
     float   *block_scores, *block_weights;     // (n_batch / SELECT_ROWS, n_heads or n_kv_heads, n_blocks)
     int64_t *block_count;              // (2) blocks attended to, blocks in sight
@@ -184,14 +180,15 @@ typedef struct {              // what forward works on; all in backend memory
 enum { MAX_LAYERS_QUEUED = 2 };        // layers of a prompt that a device gets ahead of the host: check_prompt()
 
 typedef struct {              // one pass of a step's rows through the layers
-    Batch all, batch;         // all rows of the step; the rows that are still computed
+    Batch all, batch;         // all rows of the step; the rows that later layers still compute
     In    stream;             // the residual stream, and what its next reader adds to it
     const float *ple;         // (n_rows, n_layers, ple_dim)
     int   layer;              // the next layer
-    int   last_full;          // the last layer that needs all rows; after it only output rows continue. -1: none
-    int   last_scored;        // token scoring: the layer after whose scores the pass ends. -1: none
+    int   last_full;          // in this layer K and V of all rows are stored; from its q on only output rows continue.
+                              // -1: all rows go through all layers
+    int   last_scored;        // token scoring: the pass ends with the scores of this layer. -1: no scoring
     QkvStore qkv;             // the layer's q, k and v, and how they go to its cache
-    bool  stored;             // they are there already; else attend stores them first, in one launch
+    bool  stored;             // true: K and V are in the cache; false: attend stores them first, in one launch
     const BlockList *blocks;  // keys that the layer's rows attend to; NULL: all
     // prompts, whose sliding layers keep the rows of the step in m->staging until their last reader is done
     bool  is_prompt;
@@ -207,17 +204,17 @@ typedef struct StepRow {      // one row as the caller of step() describes it
     bool    output;           // the row needs logits
 } StepRow;
 
-// A token that was sampled on the device and that the host does not know yet. In segments of one row: the token sampled
-// last, for this row of logits. In longer segments: the token sampled last, then the tokens drafted after it.
+// A token that was sampled on the device and that the host does not know yet. The first row of segment i: the token
+// sampled last in that segment. The rows after it: the tokens drafted next.
 enum { ON_DEVICE = -1 };
 
 typedef struct {              // the step in progress, or the last one, on the host
     Row     *rows, *out_rows;          // (n_rows), (n_out) as in State
     Segment *segs;                     // (n_segs)
     int32_t *out_index;                // (n_out)
-    struct {                           // the last copies that were uploaded: what has not changed is not uploaded
-                                       // again.
-        Row     *rows, *out_rows;      // Operations write none of it but tokens that are ON_DEVICE
+    // the last copies that were uploaded: upload_changes(). Operations write only tokens that are ON_DEVICE
+    struct {
+        Row     *rows, *out_rows;
         Segment *segs;
         int32_t *out_index;
     } uploaded;
@@ -245,13 +242,13 @@ struct Model {
     int          n_caches;
     Cache        staging;              // rows of a prompt's step in sliding layers, until they go to the ring
     int         *len;                  // (n_seqs) committed tokens of each session; the host's copy of s.len
-    int         *n_written;            // (n_seqs) end of the rows ever written: a ring has lost what is far before it
+    int         *n_written;            // (n_seqs) end of the rows ever written: a ring has lost rows `slots` before it
     Step         step;
     struct { State s; Step step; } other;      // the buffers of the other kind of steps: select_buffers()
     bool         prompt_buffers;       // s and step are those of prompts
     int          paused_seq;           // session whose prompt is paused between two layers; -1: none
     struct { int32_t *n_accept, *token_source; } uploaded;     // as in Step
-    StepRow     *chunk;                // (n_batch) where callers of step() may write rows
+    StepRow     *step_rows;            // (n_batch) where callers of step() may write rows
     int64_t      steps;                // so far
     int          number;               // StepKey.model: recorded steps belong to one model. Its drafter has number + 1
     const volatile sig_atomic_t *stop; // a prompt's pass is cancelled between two layers if this is set; NULL: never
@@ -275,7 +272,7 @@ struct Model {
     uint64_t     hash[3];              // session.h: of the file, once it was computed
 };
 
-// Defined in the parts named; the book ends before they are included.
+// Defined in the parts named, which are included at the end of this file.
 static void shorten_drafter(Model *m, int seq, int n);                        // draft.h
 static void drafter_committed(Model *m, const int32_t *n_accept);             // draft.h
 static void dump_embeddings(Model *m, const Pass *p);                         // dump.h: nothing, unless --dump is given
@@ -399,8 +396,7 @@ static void embed_tokens(Model *m, Pass *p) {
     dump_embeddings(m, p);
 }
 
-static Cache staging_for(const Model *m, const Cache *ring) {                  // the staging rows in the shape of a
-                                                                               // ring
+static Cache staging_for(const Model *m, const Cache *ring) {                  // staging rows in a ring's shape
     Cache c = m->staging;
     c.n_kv_heads = ring->n_kv_heads;
     c.head_dim = c.k.dim = c.v.dim = ring->head_dim;
@@ -408,7 +404,7 @@ static Cache staging_for(const Model *m, const Cache *ring) {                  /
 }
 
 // q, k, v = Wq, Wk, Wv norm(x). A layer that reads an earlier layer's cache computes q alone; a global layer without Wv
-// takes V from the K projection. What becomes of them (norms of heads, RoPE, cache) is described in p->qkv.
+// takes V from the K projection. p->qkv says how they are normed, rotated by RoPE and stored.
 static void project_qkv(Model *m, int l, Pass *p) {
     const Config *c = &m->config;
     const LayerConfig *lc = &c->layer[l];
@@ -470,8 +466,7 @@ static void feed_forward(Model *m, int l, Pass *p) {
     if (!c->n_experts) {
         m->ops->gate_up(&gate_up);
         m->ops->matmul(&down);
-    } else {                                           // router, dense network and experts read x, each with its own
-                                                       // norm
+    } else {                                           // router, dense network and experts have norms of their own
         Route route = { .n_rows = n, .n_used = c->n_experts_used, .in = in, .w = &w->ffn_gate_inp,
                         .expert_scale = w->ffn_down_exps_scale, .logits = s->router, .ids = s->expert_ids,
                         .weights = s->expert_weights };
@@ -573,7 +568,8 @@ static void tap(Model *m, int l, const Pass *p) {
             move_rows(m, m->step.n_rows, dim, p->stream.x, dim, NULL, m->s.tapped + (size_t)i * dim, t->n * dim);
 }
 
-// After layer l, the last reader of the staged rows: they go to their ring. l = n_layers: whatever is staged.
+// After layer l, if it is the last reader of the staged rows, moves them to their ring. l = n_layers: all that is
+// staged.
 static void flush_staging(Model *m, int l, Pass *p) {
     const int staged = p->staged_layer;
     if (staged < 0 || (l < m->config.n_layers && m->config.layer[staged].last_reader != l)) return;
@@ -582,7 +578,8 @@ static void flush_staging(Model *m, int l, Pass *p) {
     p->staged_layer = -1;
 }
 
-// The size of the matrices that a row meets in a layer, of the experts those that are chosen: in bytes, or in values.
+// The size of the matrices that a row is multiplied with in a layer (of experts: only the chosen ones), in bytes or
+// values.
 static double layer_size(const Config *c, const LayerWeights *w, bool bytes) {
     const Tensor *all[] = { &w->attn_q, &w->attn_k, &w->attn_v, &w->attn_output, &w->ffn_gate, &w->ffn_up, &w->ffn_down,
                             &w->ffn_gate_inp, &w->ffn_gate_exps, &w->ffn_up_exps, &w->ffn_down_exps, &w->inp_gate,
@@ -607,11 +604,11 @@ static double layer_work(const Model *m, int l, const Pass *p) {
 
 typedef enum { DONE = 0, STOPPED = -1, PAUSED = -2 } PassStatus;
 
-enum { MANY_ROWS = 512 };     // smaller passes are over before anybody could cancel them
+enum { MANY_ROWS = 512 };     // shorter passes finish too soon to be worth cancelling
 
-// Before layer l of a prompt's pass: PAUSED if the layers since the last pause would take more than `work`
-// multiplications with this one; STOPPED if m->stop is set. A device that works ahead of the host gets at most
-// MAX_LAYERS_QUEUED layers ahead, so that there is something left to cancel.
+// Before layer l of a prompt's pass. PAUSED: this layer would raise the multiplications since the last pause above
+// `work`. STOPPED: m->stop is set. A device that works ahead of the host gets at most MAX_LAYERS_QUEUED layers ahead,
+// so that there is something left to cancel.
 static PassStatus check_prompt(const Model *m, int l, Pass *p, double work) {
     const Ops *op = m->ops;
     if (!p->is_prompt) return DONE;
@@ -684,8 +681,8 @@ static void end_pass(Model *m, Pass *p) {
  * 18. positions are len + depth, taken before anything is stored                                 test_cache */
 
 // Takes the rows of a step through the layers. A prompt's pass may end early: PAUSED before the layer that would exceed
-// `work` multiplications, after at least one layer; called again, it continues there. STOPPED: rows were written to
-// the caches after the ends of the sessions; only rings that wrapped around have lost older rows.
+// `work` multiplications, after at least one layer; called again, it continues there. STOPPED: some rows are already in
+// the caches after the end of the session; a ring may have lost older rows.
 static PassStatus forward(Model *m, double work) {
     const Config *c = &m->config;
     Pass *p = &m->step.pass;
@@ -714,8 +711,9 @@ static PassStatus forward(Model *m, double work) {
 
 // ==== [5] Step: rows in, logits out, commit ==========================================================================
 // A step takes rows of one or more sessions through the model. Their K and V are in the caches afterwards, but the
-// sessions are as long as before: commit() decides how many rows, along which path, become part of a session. Rows that
-// are not committed need no undo. A segment of more than STEP_ROWS rows is a chunk of a prompt and is committed whole.
+// sessions are as long as before: commit(), or verification (parts/draft.h), decides how many rows, along which path,
+// become part of a session. Rows that are not committed need no undo. A segment of more than STEP_ROWS rows is a chunk
+// of a prompt and is committed whole.
 
 typedef struct {
     int seq;                  // session
@@ -768,7 +766,7 @@ static void add_segment(Model *m, int i, const StepSeg *in) {
         if (in->rows[j].output) {
             assert(t->n_out < (m->prompt_buffers ? 1 : m->options.n_logits));
             t->out_rows[t->n_out] = *row;
-            t->out_rows[t->n_out].token = 0;           // embedded by then: nothing reads it
+            t->out_rows[t->n_out].token = 0;           // the row is embedded by then, so nothing reads its token
             t->out_index[t->n_out++] = t->n_rows;
         }
         t->n_rows++;
@@ -900,8 +898,7 @@ static void commit_all(Model *m) {                     // every row of the last 
     commit(m, &(int32_t){ m->step.n_rows }, NULL);
 }
 
-static void read_logits(Model *m, int row, float *host) {                      // (vocab) of one output row of the last
-                                                                               // step
+static void read_logits(Model *m, int row, float *host) {                      // (vocab) of an output row, last step
     const size_t n = (size_t)m->config.vocab;
     m->ops->copy(&(Copy){ host, m->s.logits + (size_t)row * n, n * sizeof *host, COPY_OUT });
     m->ops->wait();
@@ -911,14 +908,15 @@ static void read_logits(Model *m, int row, float *host) {                      /
 // If these are all n, the last one's logits are row 0.
 static int run_chunk(Model *m, int seq, const int32_t *tokens, int n) {
     const int chunk = min_int(n, m->options.n_batch);
-    for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = tokens[i], .output = i == n - 1 };
-    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk, .more = n - chunk }, 1);
+    for (int i = 0; i < chunk; i++) m->step_rows[i] = (StepRow){ .token = tokens[i], .output = i == n - 1 };
+    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = chunk, .rows = m->step_rows, .more = n - chunk }, 1);
     return chunk;
 }
 
 // ==== [6] The plain loop =============================================================================================
 // Text generation without sessions, drafts or sampling: `gemma4 MODEL -p TEXT --greedy`. parts/generate.h does the same
-// for many sessions at once, with drafts, and without waiting for the device after every token; its text is the same.
+// for many sessions at once, with drafts, and without waiting for the device after every token. Its greedy text is the
+// same, except that this loop prints thoughts too.
 
 // The largest logit among the tokens that the file allows; the lower id if two are equal. -1: none is a number.
 static int32_t best_token(const Model *m, const float *logits) {

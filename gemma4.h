@@ -15,11 +15,11 @@
  *   stream        the residual stream x
  *   delta         what a block adds to the stream; the next product that reads the stream adds it
  *   global layer  attends to all positions; a sliding layer attends to the last n_swa positions
- *   slot          a place for one row in a cache; a ring is the cache of a sliding layer, slot = position mod slots
- *   tail          the newest rows of a quantised cache, kept in f16 too
+ *   slot          a place for one row in a cache; a ring is the cache of a sliding layer, slot = (len + index) mod
+ *   slots tail          the newest rows of a quantised cache, kept in f16 too
  *   staging       where a prompt's rows of sliding layers wait until every layer that shares the ring has read them
- *   tied          K and V are one projection and are stored once
- *   rotation      of a cached row: a Hadamard rotation before quantising (parts/kv.h). RoPE rotates pairs by position
+ *   tied          K and V are one projection and share one stored row (plus the values of K that RoPE rotates)
+ *   rotation      of a cached row: the Hadamard rotation before quantising (parts/kv.h); RoPE is always called RoPE
  *   target        the model that is to be run; a drafter is a small model that proposes its next tokens (drafts)
  *   verification  one step runs drafts; those equal to the target's own choices are accepted
  *   taps          outputs of the target's layers that a DFlash drafter reads
@@ -29,9 +29,10 @@
  *
  * CONTRACT
  *  1. One struct per operation. Batch, Cache, Tensor and the operations' structs are host memory and are read during
- *     the call. All other pointers point into backend memory unless marked "host". Counts are upper bounds that the
- *     host knows. Token ids, row positions, lengths, accepted paths and sampler state live in backend memory and may be
- *     written by operations, so a step can follow another before the host knows which tokens were sampled.
+ *     the call. All other pointers point into backend memory unless marked "host". n_rows, n_segs and other
+ *     counts in the structs are upper bounds that the host knows. Token ids, row positions, lengths, accepted paths and
+ *     sampler state live in backend memory and may be written by operations, so a step can follow another before the
+ *     host knows which tokens were sampled.
  *  2. No launch geometry depends on a length: grids follow from n_rows and shapes; loops read lengths on the device.
  *  3. An operation does not allocate, synchronise or open files. Only wait() and wait_for() block.
  *  4. begin(key) .. end() brackets a step. Steps with equal keys issue the same operations with the same structs; only
@@ -43,15 +44,15 @@
  *     in f32, ties to even; a < 2^-120: s = 0 and q = 0; a NaN or Inf in the group: s = NaN and q = 0
  *     (gguf_quantize_q8). Each group is an integer dot product; groups are summed in f32, in one order per weight type.
  *     Matrices of floats meet f32 (CPU) or their own precision with f32 sums (GPU). In steps of more than STEP_ROWS
- *     rows both factors of any product may be bf16 or f16 instead (the int8 activation times its scale, if that is what
- *     the producer wrote).
+ *     rows a product may convert both factors to bf16 or f16. An activation that was written as int8 then counts as
+ *     its int8 values times their scale.
  *  7. For 1..64 rows the result of a row does not depend on how many rows the step has, nor on its segment or session.
  *     Attention reads the committed positions in ascending order, then the rows of the step; tiles are aligned to cache
  *     slots.
  *  8. Norms and residual additions are computed by the operation that reads them (In, below): every block of threads
- *     recomputes those few kilobytes, one block stores x'. x_out must not overlap any input.
- *  9. GateUp.route, GateUp.experts and ExpertGateUp.dense_down are independent work that may share the launch of the
- *     operation that carries it. NULL: none.
+ *     computes the whole row again; one block writes x_out. x_out must not overlap any input.
+ *  9. GateUp.route, GateUp.experts and ExpertGateUp.dense_down are fields of another operation: independent
+ *     work that may run in its launch. NULL: none.
  * 10. A table entry may be NULL: the backend lacks that operation, and gemma4.c refuses the feature that needs it by
  *     name. An unsupported type or shape ends the process with operation and shapes; there is no silent fallback.
  * 11. A fused operation offers the intermediate results that it fuses through its dump_* pointers (NULL in normal use).
@@ -89,11 +90,9 @@ typedef struct {
     DType        type;
     int          rows, cols;         // out features, in features (cols = contiguous)
     int          n;                  // matrices, one after the other: experts; else 1
-    const float *scale;              // (n) factor of each matrix's product, NULL = 1 (the .scale side tensors of NVFP4
-                                     // files)
+    const float *scale;              // (n) factor of each matrix's product, NULL = 1 (.scale tensors of NVFP4 files)
     bool         in_host;            // a table whose rows are gathered, never multiplied (per-layer embeddings), for
-                                     // which the device has no room: upload() leaves it in host memory that the device
-                                     // can read
+                                     // which the device has no room: upload() leaves it in host memory
 } Tensor;
 
 // An activation that a matrix product will read. The producer fills what is not NULL: f for float matrices, q and s for
@@ -118,17 +117,17 @@ typedef struct {
     float        scale;              // 1 unless a layer ends here (layer_output_scale)
     const float *w_pre;              // (cols)
     float        eps;
-    float       *x_out;              // (rows, cols) x' is stored here; NULL: nobody needs it
+    float       *x_out;              // (rows, cols) x' is stored here; NULL: it is not stored
 } In;
 
 // ---- the batch: what every step takes ----------------------------------------------------------------------------
 // A step has segments; a segment belongs to one session ("sequence"). Row i of a segment is written at slot len + i of
 // the session's caches and has position len + depth; len grows only by kv_commit. So rows carry no position, and a
 // recorded step stays valid when the length grows. Between steps the host may set len by copy(), for a new, restored or
-// shortened session. (A ring allows at most slots - (window - 1) rows less than were ever written.)
+// shortened session. (The new length may be at most slots - (window - 1) below the highest row that was
+// ever written to a ring.)
 typedef enum {
-    SEG_CHAIN,                       // row i follows row i - 1: prompt chunk, plain decoding (n = 1), chain
-                                     // verification
+    SEG_CHAIN,                       // row i follows row i - 1: prompt, plain decoding (n = 1), a chain of drafts
     SEG_TREE                         // at most 64 rows; a row sees its ancestors. A tree is not deeper than the window;
                                      // a tree without branches gives the same bits as the CHAIN
 } SegKind;
@@ -145,15 +144,13 @@ typedef struct {
     int32_t  seg;                    // index of the segment
     int32_t  index;                  // number within the segment: the row's cache slot is len + index
     int32_t  depth;                  // position - len; CHAIN: index; TREE: number of proper ancestors
-    uint64_t ancestors;              // TREE: bit j = row j of the segment is on the path to this row, its own bit
-                                     // included
+    uint64_t ancestors;              // TREE: bit j = row j of the segment is this row or an ancestor of it
 } Row;
 
 typedef struct {                     // the rows of a step, or some of them: forward() continues with output rows alone
     const Row     *rows;             // (n_rows)
     const Segment *segs;             // (n_segs)
-    int32_t       *len;              // (n_seqs) committed rows of each session; the position of row r is len[seq] +
-                                     // depth
+    int32_t       *len;              // (n_seqs) committed rows of each session; a row's position is len[seq] + depth
     int            n_rows, n_segs;
 } Batch;
 
@@ -164,8 +161,7 @@ typedef struct {                     // (n_seqs, n_kv_heads, slots, dim): one he
     KvType type;
     int    dim;                      // values per row; 0: plane absent
     void  *data;                     // codes or floats, kv_row_bytes() a row
-    void  *scale;                    // f16 group scales of quantised types, same order, kv_scale_bytes() a row; else
-                                     // NULL
+    void  *scale;                    // f16 group scales of quantised types, same order, kv_scale_bytes() a row; or NULL
 } KvPlane;
 
 // Bytes of a row. parts/kv.h describes the rows of quantised types.
@@ -220,8 +216,7 @@ typedef struct {                     // out[r] = scale * table[token of r]
     float        *out;               // (n_rows, cols)
 } Embed;
 
-typedef struct {                     // the input of an MTP drafter: out[r] = scale * table[token of r], then a row of
-                                     // hidden.
+typedef struct {                     // the input of an MTP drafter: scale * table[token], then a row of hidden.
     int            n_rows;           // With i = of[r]:
     const Tensor  *table;            // (vocab, cols), any type
     float          scale;
@@ -251,8 +246,7 @@ typedef struct {                     // out[i] = w[i] y, independent products of
     float        *out[MAX_PRODUCTS]; // (n_rows, w[i]->rows)
 } Matmul;
 
-typedef struct {                     // router: the n_used largest of softmax(w y), renormalised to 1, times
-                                     // expert_scale
+typedef struct {                     // router: the n_used largest of softmax(w y), renormalised, times expert_scale
     int           n_rows, n_used;    // equal logits: the lower expert first. Experts in descending order of probability
     In            in;                // w_pre = ffn_gate_inp.scale / sqrt(cols)
     const Tensor *w;                 // (n_experts, cols)
@@ -308,8 +302,7 @@ typedef struct {                     // writes out an In (no Act): x' to in.x_ou
 } Close;
 
 typedef struct {                     // dst[i] = src[index[i]]: words of 32 bits, copied unchanged. Also moves token ids
-                                     // into the rows of a step: cols 1, dst = &rows[0].token, dst_stride = sizeof(Row)
-                                     // / 4
+                                     // into the rows of a step: cols 1, dst = &rows[0].token
     int            n_rows, cols;     // words
     const void    *src;              // row stride src_stride words
     const int32_t *index;            // (n_rows), NULL: identity
@@ -323,8 +316,7 @@ typedef struct {                     // norms of heads, RoPE, order and rotation
     const Cache *cache;              // the layer's own, or the one that it shares (then k = v = NULL)
     const Cache *staging;            // not NULL: a prompt's step on a ring. Rows go to slot = row number of the step in
                                      // this one (n_seqs = 1); kv_copy moves them to the ring after the last reader.
-                                     // NULL: a segment has at most cache->slots rows (else several calls with parts of
-                                     // the batch)
+                                     // NULL: a segment has at most cache->slots rows (else several calls)
     int          n_heads;            // query heads
     float       *q;                  // (n_rows, n_heads * head_dim) Wq y on entry; on return the query in the order and
                                      // rotation of the cache, but undefined if attend() carried this out; NULL: none
@@ -369,8 +361,7 @@ typedef struct {
     float       *weights;            // (n_rows / SELECT_ROWS, n_kv_heads, n_blocks) .. and w[n], of blocks in sight;
                                      // nothing is written for rows that attend to everything
     BlockList    out;
-    int64_t     *count;              // (2) += blocks that rows attend to; blocks in sight. Segments of more than
-                                     // STEP_ROWS
+    int64_t     *count;              // (2) += blocks that rows attend to; blocks in sight, of prompts only
 } BlockSelect;
 
 // How much attention rows of chains pay to each key j up to their position:
@@ -387,8 +378,7 @@ typedef struct {
 } AttnMass;
 
 typedef enum {
-    OWN_CAUSAL,                      // CHAIN: itself and those before, inside the window; TREE: its ancestors and
-                                     // itself
+    OWN_CAUSAL,                      // CHAIN: itself and those before, in the window; TREE: itself and ancestors
     OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
     OWN_NONE                         // committed rows only (MTP on the target's cache)
 } OwnMask;
@@ -405,8 +395,7 @@ typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r]
     OwnMask        own;
     float          scale;            // 1 for Gemma 4
     const BlockList *blocks;         // rows see only keys in these blocks; NULL: all. OWN_CAUSAL, no window
-    const QkvStore *store;           // carried out first, on the same batch, and may share the launch; NULL: done
-                                     // already
+    const QkvStore *store;           // carried out first, on the same batch, may share the launch; NULL: it was done
     Act            out;              // (n_rows, n_heads * head_dim)
 } Attend;
 
@@ -418,8 +407,7 @@ typedef struct {                     // for every segment: row path[k] of the se
     int            n_caches;
     const int32_t *n_accept;         // (n_segs) rows that stay, 0 .. n
     const int32_t *path;             // (n_segs, STEP_ROWS), ascending; NULL when all segments are chains
-    int32_t       *counts;           // (n_seqs, vocab) what Sample.counts reads; NULL: none. If len is set by copy(),
-                                     // so are these
+    int32_t       *counts;           // (n_seqs, vocab) what Sample.counts reads; NULL: none. Who sets len sets these
     int            vocab;
 } KvCommit;
 
@@ -439,8 +427,7 @@ typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
     int           top_k;             // 0 .. vocab; 0: none
     int32_t      *top_ids;           // (n_rows, top_k) descending logit, lower id first on ties; a NaN counts as -Inf
     float        *top_logits;        // (n_rows, top_k) as in logits
-    float        *logsumexp;         // (n_rows) over the vocabulary, as exact as in Logprob, or NULL. NaN for a row
-                                     // with one
+    float        *logsumexp;         // (n_rows) over the vocabulary, as exact as in Logprob, or NULL
 } Head;
 
 typedef struct {                     // out[r] = logits[r][ids[r]] - logsumexp(logits[r]); the sum in f64, or as exact
@@ -454,8 +441,7 @@ typedef struct {                     // of one session; in backend memory
     uint64_t seed;
     float    temperature;            // <= 0: greedy, and nothing below applies but the penalties
     int32_t  top_k;                  // <= 0: off
-    float    top_p, min_p;           // off: top_p >= 1, min_p <= 0. top_p <= 0 keeps the best token, min_p >= 1 those
-                                     // with its weight
+    float    top_p, min_p;           // off: top_p >= 1, min_p <= 0. top_p <= 0 keeps the best token only
     float    repeat, presence, frequency;   // penalties: 1, 0, 0: off
 } SampleParams;
 
@@ -496,8 +482,7 @@ typedef struct {
     const Row     *out_rows;         // (n_out) their tokens are read in batch
     int            n_out;
     const int32_t *chosen;           // (n_out) what Sample chose; -1 equals no token
-    int32_t       *n_accept;         // (n_segs) rows before the first output row, and those of the walk; without output
-                                     // rows all
+    int32_t       *n_accept;         // (n_segs) rows before the first output row, and those of the walk. None: all rows
     int32_t       *path;             // (n_segs, STEP_ROWS) as in KvCommit, written for TREEs; NULL: there are none
     int32_t       *last;             // (n_segs) output row where the walk ended; -1: none
     int32_t       *next;             // (n_segs) what was sampled there; 0 without output rows
@@ -582,8 +567,7 @@ typedef struct {                     // everything that decides which operations
     int32_t kind;                    // StepKind
     int32_t rows, segs;
     int32_t out_rows, logits;        // rows in the last layers (DRAFT: the depth); rows that get logits
-    int32_t variant;                 // whatever else the operations or their host fields depend on, numbered by
-                                     // gemma4.c
+    int32_t variant;                 // whatever else the operations depend on, numbered by gemma4.c
 } StepKey;
 
 typedef struct {                     // the largest sizes of operations, from which a backend plans its own scratch
@@ -597,8 +581,7 @@ typedef struct Ops {
     const char *name;
     // run time. A device error ends the process with one line
     void   (*memory)(size_t *free, size_t *total);  // bytes of backend memory
-    size_t (*weight_bytes)(const Tensor *w);        // backend memory that upload() fills; 0: weights are read in the
-                                                    // file
+    size_t (*weight_bytes)(const Tensor *w);        // backend memory that upload() fills; 0: it reads the file
     // w->data (and scale): host bytes in the file's layout -> dst in the backend's layout. Called for every matrix and
     // vector, dst NULL if weight_bytes is 0; again between steps to bring back a model whose memory was lent. The rows
     // of an in_host table go to host memory that the device reads: weight_bytes of the same tensor without in_host
@@ -651,8 +634,7 @@ const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU
 // To be called before anything else of the CUDA backend: plan as for this card (parts/cards.h), its memory included,
 // but never for more than the real card has. NULL: plan for the real card.
 void cuda_pretend(const Card *card);
-const Ops *cuda_plan_ops(void);      // plans for the card of cuda_pretend(), runs nothing, needs no GPU. NULL: no such
-                                     // card
+const Ops *cuda_plan_ops(void);      // plans for the card of cuda_pretend(), needs no GPU. NULL: no such card
 
 typedef struct {                     // how the CUDA backend launches an operation on the card
     const char *family;              // kernels that are planned together

@@ -61,11 +61,11 @@ static void bench_forced(Bench *b, int n) {
         while (pass && accepted < depth &&
                random_unit(3, pass * DRAFT_MAX + accepted) < b->forced.accept_rate[accepted]) accepted++;
         for (int r = 0; r <= depth; r++)
-            m->chunk[r] = (StepRow){ .token = pass ? ON_DEVICE : b->ids[0], .output = true };
-        if (!pass) step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->chunk }, 1);
+            m->step_rows[r] = (StepRow){ .token = pass ? ON_DEVICE : b->ids[0], .output = true };
+        if (!pass) step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->step_rows }, 1);
         issue_verification(m, &seg, 1, depth, &(int32_t){ 1 + accepted });
-        for (int r = 0; r <= depth; r++) m->chunk[r].token = ON_DEVICE;
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1 + depth, .rows = m->chunk }, 1);
+        for (int r = 0; r <= depth; r++) m->step_rows[r].token = ON_DEVICE;
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1 + depth, .rows = m->step_rows }, 1);
         read_result(m);
         if (pass) {
             b->verify_seconds += v->verified - began;
@@ -84,8 +84,8 @@ static void bench_steps(Bench *b, int n, int rows, bool commits) {
     const int from = m->len[0];
     for (int i = 0, last = 0; i < n; i++) {
         for (int r = 0; r < rows; r++)
-            m->chunk[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .output = true };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
+            m->step_rows[r] = (StepRow){ .token = b->ids[(from + i + r) % m->options.n_ctx], .output = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows }, 1);
         if (commits) commit_all(m);
         const int fence = op->fence ? op->fence() : 0;
         if (op->fence && i) op->wait_for(last);
@@ -473,8 +473,8 @@ enum { MAX_DIFFERENCES = 32 };
 static Model *check_run(const char *path, const Ops *ops, ModelOptions o, const int32_t *ids, int n) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, "");
-    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = ids[i], .output = true };
-    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = m->chunk }, 1);
+    for (int i = 0; i < n; i++) m->step_rows[i] = (StepRow){ .token = ids[i], .output = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = m->step_rows }, 1);
     return m;
 }
 
@@ -550,8 +550,8 @@ static double prompt_divergence(const char *path, const Ops *ops, ModelOptions o
         reset_session(m, 0);
         for (int at = 0; at < n; at += max_rows) {
             const int rows = min_int(max_rows, n - at);
-            for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
-            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
+            for (int i = 0; i < rows; i++) m->step_rows[i] = (StepRow){ .token = ids[at + i], .output = true };
+            step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows }, 1);
             for (int i = 0; i < rows; i++) read_logits(m, i, logits[k] + (size_t)(at + i) * vocab);
             commit_all(m);
         }
@@ -776,11 +776,11 @@ static void judge_chunk(Ppl *p, const int32_t *ids, int n, int first) {
     for (int at = 0; at < n - 1; ) {
         int rows = 0, n_out = 0;
         for (; at + rows < n - 1 && rows < m->options.n_batch && n_out < m->options.n_logits; rows++) {
-            m->chunk[rows] = (StepRow){ .token = ids[at + rows], .output = at + rows >= first };
-            n_out += m->chunk[rows].output;
+            m->step_rows[rows] = (StepRow){ .token = ids[at + rows], .output = at + rows >= first };
+            n_out += m->step_rows[rows].output;
         }
         const int more = max_int(n - at - rows, DENSE_ROWS);           // if prompts are sparse, all rows are
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk, .more = more }, 1);
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows, .more = more }, 1);
         if (n_out) judge_rows(p, ids + at + rows - n_out + 1, n_out);
         commit_all(m);
         at += rows;

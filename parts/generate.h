@@ -772,7 +772,7 @@ static bool is_settled(Session *s, Event *e) {
 // Writes the rows that n sessions run in the next step, a segment for each. Returns true if some are drafts.
 static bool fill_rows(Session *const *sessions, StepSeg *segs, int n) {
     Model *m = sessions[0]->m;
-    StepRow *row = m->chunk;
+    StepRow *row = m->step_rows;
     bool drafted = false;
     for (int i = 0; i < n; i++) {
         Session *s = sessions[i];
@@ -815,7 +815,7 @@ static int ask_drafter(Session *const *sessions, const StepSeg *segs, int n_sess
 // Issues the next step of n sessions before the host knows their tokens, each with `depth` drafts.
 static void step_ahead(Model *m, StepSeg *segs, int n, int depth) {
     for (int i = 0; i < n; i++) {
-        StepRow *rows = m->chunk + (size_t)i * (1 + depth);
+        StepRow *rows = m->step_rows + (size_t)i * (1 + depth);
         for (int r = 0; r <= depth; r++) rows[r] = (StepRow){ .token = ON_DEVICE, .output = true };
         segs[i] = (StepSeg){ .seq = segs[i].seq, .kind = SEG_CHAIN, .n = 1 + depth, .rows = rows };
     }
@@ -1005,8 +1005,8 @@ static void session_next(Session *s, Event *e) { sessions_next(&s, 1, e); }
 // Times a step of n drafts of session 0, which is empty before and after it.
 static void time_guesses(Model *m, int32_t id, int n) {
     const double start = seconds();
-    for (int r = 0; r <= n; r++) m->chunk[r] = (StepRow){ .token = id, .parent = r - 1, .output = true };
-    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n + 1, .rows = m->chunk }, 1);
+    for (int r = 0; r <= n; r++) m->step_rows[r] = (StepRow){ .token = id, .parent = r - 1, .output = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n + 1, .rows = m->step_rows }, 1);
     issue_verification(m, NULL, 0, 0, NULL);
     read_result(m);
     add_step_time(m->pace, n + 1, m->result->verified - start);
@@ -1045,8 +1045,8 @@ static void session_append(Session *s, const int32_t *ids, int n, int n_later) {
     for (int at = 0, rows; at < n; at += rows) {
         rows = min_int(m->options.n_batch, n - at);
         for (int i = 0; i < rows; i++)
-            m->chunk[i] = (StepRow){ .token = ids[at + i], .output = !n_later && at + i == n - 1 };
-        step(m, &(StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk,
+            m->step_rows[i] = (StepRow){ .token = ids[at + i], .output = !n_later && at + i == n - 1 };
+        step(m, &(StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows,
                             .more = n - at - rows + n_later }, 1);
         commit_all(m);
         for (int i = 0; i < rows; i++) push_id(s->t, &s->held, ids[at + i]);

@@ -518,7 +518,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     m->paused_seq = -1;
     m->uploaded.n_accept = alloc_or_die(n_seqs, sizeof *m->uploaded.n_accept);
     m->uploaded.token_source = alloc_or_die(STEP_ROWS, sizeof *m->uploaded.token_source);
-    m->chunk = alloc_or_die(n_batch, sizeof *m->chunk);
+    m->step_rows = alloc_or_die(n_batch, sizeof *m->step_rows);
     open_result(m);
     for (int i = 0; i < n_seqs; i++) reset_session(m, i);
     load_mask(m);
@@ -543,7 +543,7 @@ static void free_model(Model *m) {
     free_step(&m->other.step);
     free(m->uploaded.n_accept);
     free(m->uploaded.token_source);
-    free(m->chunk);
+    free(m->step_rows);
     free(m->result->accepted);
     free(m->result->path);
     free_drafter(m->drafter);

@@ -19,8 +19,8 @@ static void score_tokens(Model *m, int seq, const int32_t *ids, int n, float *sc
         const int left = n - SCORE_ROWS - at;
         rows = left > 0 ? min_int(left, m->options.n_batch) : SCORE_ROWS;
         m->scorer_pass = left > 0 ? SCORER_PASS : COLLECT_ATTENTION;
-        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i] };
-        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk, .more = n - at - rows }, 1);
+        for (int i = 0; i < rows; i++) m->step_rows[i] = (StepRow){ .token = ids[at + i] };
+        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows, .more = n - at - rows }, 1);
         if (left > 0) set_length(m, seq, len + at + rows);
     }
     m->scorer_pass = 0;

@@ -174,8 +174,8 @@ static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const
     progress("logits", 0, n, "positions");
     for (int at = 0; at < n; ) {
         const int chunk = min_int(n - at, STEP_ROWS);
-        for (int i = 0; i < chunk; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = m->chunk }, 1);
+        for (int i = 0; i < chunk; i++) m->step_rows[i] = (StepRow){ .token = ids[at + i], .output = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = m->step_rows }, 1);
         for (int i = 0; i < chunk; i++) {
             read_logits(m, i, logits);
             if (fwrite(logits, sizeof *logits, m->config.vocab, f) != (size_t)m->config.vocab)

@@ -170,10 +170,10 @@ static bool run_ids(int from, bool keep, Score *s) {
     for (int at = from; at < t.n; ) {
         const int n = min_int(t.n - at, keep ? N_BATCH : STEP_ROWS);
         for (int i = 0; i < n; i++)
-            t.m->chunk[i] = (StepRow){ .token = t.ids[at + i], .output = at + i + 1 < t.n && t.wanted[at + i + 1] };
-        step(t.m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = t.m->chunk }, 1);
+            t.m->step_rows[i] = (StepRow){ .token = t.ids[at + i], .output = at + i + 1 < t.n && t.wanted[at + i + 1] };
+        step(t.m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = t.m->step_rows }, 1);
         for (int i = 0, kept = 0; i < n; i++)
-            if (t.m->chunk[i].output) judge_row(kept++, t.ids[at + i + 1], s, &right);
+            if (t.m->step_rows[i].output) judge_row(kept++, t.ids[at + i + 1], s, &right);
         if (keep) commit_all(t.m);
         at += n;
         if (!keep && at < t.n) die("a question has more than %d ids", STEP_ROWS);

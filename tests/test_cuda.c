@@ -72,8 +72,8 @@ static float *logits_of(Model *m, const int32_t *ids, int n, int chunk) {
     reset_session(m, 0);
     for (int at = 0; at < n; at += chunk) {
         const int rows = min_int(chunk, n - at);
-        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
+        for (int i = 0; i < rows; i++) m->step_rows[i] = (StepRow){ .token = ids[at + i], .output = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows }, 1);
         for (int i = 0; i < rows; i++) read_logits(m, i, out + (size_t)(at + i) * vocab);
         commit_all(m);
     }
@@ -167,8 +167,8 @@ static void test_logits(const char *preset, const char *quant, const char *more,
     logits_of(m, ids, n_before, 50);
     step(m, &(StepSeg){ .seq = 0, .kind = SEG_TREE, .n = 40, .rows = tree }, 1);
     commit(m, &n_accept, path_rows);
-    for (int i = 0; i < 10; i++) m->chunk[i] = (StepRow){ .token = ids[200 + i], .output = true };
-    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 10, .rows = m->chunk }, 1);
+    for (int i = 0; i < 10; i++) m->step_rows[i] = (StepRow){ .token = ids[200 + i], .output = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 10, .rows = m->step_rows }, 1);
     got = alloc_or_die((size_t)10 * vocab, sizeof *got);
     for (int i = 0; i < 10; i++) read_logits(m, i, got + (size_t)i * (size_t)vocab);
     int32_t plain[N_TEXT];

@@ -301,8 +301,8 @@ static Loaded load_on(const char *gpu, const char *path, size_t memory, int *sta
                                 .v_type = KV_F16, .memory = memory ? memory + total - free_bytes : 0 };
         load_model(m, path, cuda_ops(), o, NULL);
         l.plan = m->plan, l.needed = planned_memory(m), l.resident = resident_bytes(path);
-        m->chunk[0] = (StepRow){ .token = 17, .output = true };
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->chunk }, 1);
+        m->step_rows[0] = (StepRow){ .token = 17, .output = true };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->step_rows }, 1);
         float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
         read_logits(m, 0, logits);
         memcpy(l.logits, logits, sizeof l.logits);

@@ -184,8 +184,8 @@ enum { N_COMPANY = 4, WIDTH = 8, DEEP = 3 };           // sessions in a draft; i
 // Runs text number `text` in session seq; every text has another length.
 static void tell(Model *m, int text, int seq) {
     const int n = 20 + 40 * text;
-    for (int i = 0; i < n; i++) m->chunk[i] = (StepRow){ .token = (text * 991 + i * i * 7 + 3) % m->config.vocab };
-    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = n, .rows = m->chunk }, 1);
+    for (int i = 0; i < n; i++) m->step_rows[i] = (StepRow){ .token = (text * 991 + i * i * 7 + 3) % m->config.vocab };
+    step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = n, .rows = m->step_rows }, 1);
     commit_all(m);
 }
 

@@ -66,8 +66,8 @@ static float *logits_of(const char *path) {
     Model *m = must(calloc(1, sizeof *m));
     float *logits = must(calloc((size_t)N_TOKENS * VOCAB, sizeof *logits));
     load_model(m, path, cpu_ops(), o, NULL);
-    for (int i = 0; i < N_TOKENS; i++) m->chunk[i] = (StepRow){ .token = (i * 37 + 11) % VOCAB, .output = true };
-    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = N_TOKENS, .rows = m->chunk }, 1);
+    for (int i = 0; i < N_TOKENS; i++) m->step_rows[i] = (StepRow){ .token = (i * 37 + 11) % VOCAB, .output = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = N_TOKENS, .rows = m->step_rows }, 1);
     for (int i = 0; i < N_TOKENS; i++) read_logits(m, i, logits + (size_t)i * VOCAB);
     free_model(m);
     free(m);

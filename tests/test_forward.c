@@ -116,10 +116,10 @@ static void run_tokens(Model *m, int seq, const int32_t *ids, int n, int chunk, 
     const size_t vocab = (size_t)m->config.vocab;
     for (int at = 0; at < n; at += chunk) {
         const int rows = min_int(chunk, n - at);
-        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = (at + i + 1) % every == 0 };
-        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = rows, .rows = m->chunk }, 1);
+        for (int i = 0; i < rows; i++) m->step_rows[i] = (StepRow){ .token = ids[at + i], .output = (at + i + 1) % every == 0 };
+        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows }, 1);
         for (int i = 0, k = 0; i < rows; i++)
-            if (m->chunk[i].output) read_logits(m, k++, logits + (size_t)(at + i) * vocab);
+            if (m->step_rows[i].output) read_logits(m, k++, logits + (size_t)(at + i) * vocab);
         commit(m, &(int32_t){ rows }, NULL);
     }
 }

@@ -212,8 +212,8 @@ static float *logits_of(const char *path, size_t memory, MemoryPlan *plan, size_
                              .v_type = KV_F16, .memory = memory };
     load_model(m, path, cuda_ops(), o, NULL);
     float *logits = alloc_or_die(3 * (size_t)m->config.vocab, sizeof *logits);
-    for (int i = 0; i < 3; i++) m->chunk[i] = (StepRow){ .token = (17 + 101 * i) % m->config.vocab, .output = true };
-    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 3, .rows = m->chunk }, 1);
+    for (int i = 0; i < 3; i++) m->step_rows[i] = (StepRow){ .token = (17 + 101 * i) % m->config.vocab, .output = true };
+    step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 3, .rows = m->step_rows }, 1);
     for (int i = 0; i < 3; i++) read_logits(m, i, logits + (size_t)i * (size_t)m->config.vocab);
     *plan = m->plan;
     *needed = planned_memory(m);

@@ -283,8 +283,8 @@ static void test_shared_memory(const char *path) {
     float *logits[2];
     for (int i = 0; i < 2; i++) {
         Model *of = i ? plain : m;
-        of->chunk[0] = (StepRow){ .token = 17, .output = true };
-        step(of, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = of->chunk }, 1);
+        of->step_rows[0] = (StepRow){ .token = 17, .output = true };
+        step(of, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = of->step_rows }, 1);
         read_logits(of, 0, logits[i] = must(calloc((size_t)of->config.vocab, sizeof(float))));
     }
     CHECK(!memcmp(logits[0], logits[1], (size_t)m->config.vocab * sizeof(float)), "other logits after pages were dropped");

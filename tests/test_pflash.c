@@ -70,8 +70,8 @@ static uint64_t run_all(Model *m, int seq, const int32_t *ids, int n, float *log
     reset_session(m, seq);
     for (int at = 0, rows; at < n; at += rows) {
         rows = min_int(m->options.n_batch, n - at);
-        for (int i = 0; i < rows; i++) m->chunk[i] = (StepRow){ .token = ids[at + i], .output = true };
-        step(m, &(StepSeg){ .seq = seq, .n = rows, .rows = m->chunk, .more = n - at - rows }, 1);
+        for (int i = 0; i < rows; i++) m->step_rows[i] = (StepRow){ .token = ids[at + i], .output = true };
+        step(m, &(StepSeg){ .seq = seq, .n = rows, .rows = m->step_rows, .more = n - at - rows }, 1);
         for (int i = 0; i < rows; i++) {
             read_logits(m, i, logits);
             h = h * 31 + hash_bytes(logits, (size_t)m->config.vocab * sizeof *logits);
@@ -131,8 +131,8 @@ static void test_company(const char *path) {
     float *alone = alloc_or_die(vocab, sizeof *alone), *beside = alloc_or_die(vocab, sizeof *beside);
     run_hashed(m, 0, ids, n, alone);
     for (int seq = 0; seq < 2; seq++) reset_session(m, seq);
-    for (int i = 0; i < 2 * n; i++) m->chunk[i] = (StepRow){ .token = ids[i % n], .output = true };
-    const StepSeg segs[] = { { .seq = 1, .n = n, .rows = m->chunk }, { .seq = 0, .n = n, .rows = m->chunk + n } };
+    for (int i = 0; i < 2 * n; i++) m->step_rows[i] = (StepRow){ .token = ids[i % n], .output = true };
+    const StepSeg segs[] = { { .seq = 1, .n = n, .rows = m->step_rows }, { .seq = 0, .n = n, .rows = m->step_rows + n } };
     step(m, segs, 2);
     for (int row = 0; row < 2; row++) {
         read_logits(m, (row + 1) * n - 1, beside);
