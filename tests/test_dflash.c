@@ -1,10 +1,10 @@
-/* test_dflash.c - DFlash block drafters: a block against plain double loops, contexts against themselves however they came
- * about, files in all dialects, pairs that are refused, and how often the trained drafter is right.
+/* test_dflash.c - DFlash block drafters: a block against plain loops in double, contexts that were built in different
+ * ways, files in all notations, pairs that are refused, and the acceptance rate of the trained drafter.
  *
  *   test_dflash           on the CPU, and on the GPU where there is one
- *   test_dflash -few      on the GPU, little: for the emulated one
+ *   test_dflash -few      on the GPU, few cases: for the emulator
  *
- * Run from the top of the repository: the trained models lie there.
+ * Run from the top of the repository, where the trained models are.
  * Environment: BUILD (build: where make put make_gguf), TMPDIR (/tmp). */
 #define _GNU_SOURCE
 #define TESTING
@@ -22,7 +22,7 @@ static ModelOptions plan(const char *drafter, int n_seqs) {
                           .v_type = KV_F16, .drafter = drafter, .draft_width = WIDTH, .draft_depth = DEPTH };
 }
 
-// What a step that chooses leaves for a draft: the token of each segment.
+// Writes the token of each segment to where sampling leaves it for a draft.
 static void set_next(Model *m, const int32_t *next, int n) {
     m->ops->copy(&(Copy){ m->s.next, next, (size_t)n * sizeof *next, COPY_IN });
 }
@@ -47,7 +47,7 @@ typedef struct {
     float   logits[DEPTH * WIDTH], logsumexp[DEPTH];
 } Block;
 
-// What is drafted for segment `seg` of the last step, alone, behind token `next`.
+// The drafts for segment `seg` of the last step, after token `next`.
 static Block draft_alone(Model *m, int seg, int32_t next) {
     Block b;
     m->ops->copy(&(Copy){ m->s.next + seg, &next, sizeof next, COPY_IN });
@@ -58,12 +58,13 @@ static Block draft_alone(Model *m, int seg, int32_t next) {
     return b;
 }
 
-// ---- contexts ----------------------------------------------------------------------------------------------------------
+// ---- contexts
+// ----------------------------------------------------------------------------------------------------------
 
 typedef enum { CHUNKS, CHAINS, CHAINS_WALKED, TREES, TREES_WALKED } How;
-enum { OWN = 7, JUNK = 5 };                            // rows of a step that stay, and that do not
+enum { OWN = 7, JUNK = 5 };                            // rows of a step that are committed, and others
 
-// The rows that stay lie between others, which are siblings of theirs or go on from them.
+// The committed rows are among other rows, which are their siblings or descendants.
 static int tree_rows(StepRow *rows, const int32_t *ids, int n, int vocab, int32_t *path) {
     int n_rows = 0, last = -1;
     for (int i = 0; i < n; i++) {
@@ -75,9 +76,10 @@ static int tree_rows(StepRow *rows, const int32_t *ids, int n, int vocab, int32_
     return n_rows;
 }
 
-// What becomes of the last step's rows where the host is told later.
+// Which rows of the last step are committed, for a host that learns it later.
 static void commit_walked(Model *m, int32_t n, const int32_t *path) {
-    const Batch all = { .rows = m->s.rows, .segs = m->s.segs, .len = m->s.len, .n_rows = m->step.n_rows, .n_segs = m->step.n_segs };
+    const Batch all = { .rows = m->s.rows, .segs = m->s.segs, .len = m->s.len, .n_rows = m->step.n_rows,
+                        .n_segs = m->step.n_segs };
     m->ops->copy(&(Copy){ m->s.walked, &n, sizeof n, COPY_IN });
     m->ops->copy(&(Copy){ m->s.path, path, STEP_ROWS * sizeof *path, COPY_IN });
     m->ops->kv_commit(&(KvCommit){ .batch = &all, .caches = m->caches, .n_caches = m->n_caches, .n_accept = m->s.walked,
@@ -86,17 +88,18 @@ static void commit_walked(Model *m, int32_t n, const int32_t *path) {
     m->len[m->step.segs[0].seq] += n;
 }
 
-// Makes ids (n) the tokens of session seq behind those it has, at most `chunk` of them in a step. draft: before each step.
+// Appends ids (n) to session seq, at most `chunk` in a step. draft: drafts before each step.
 static void run_ids(Model *m, int seq, const int32_t *ids, int n, How how, int chunk, bool draft) {
     StepRow rows[512];
-    if (on_gpu) chunk = min_int(chunk, STEP_ROWS);     // larger steps round otherwise there
+    if (on_gpu) chunk = min_int(chunk, STEP_ROWS);     // larger steps round differently there
     for (int at = 0, some; at < n; at += some) {
         int32_t path[STEP_ROWS] = { 0 };
         some = min_int(chunk, n - at);
         int n_rows = some;
         for (int i = 0; i < some; i++) rows[i] = (StepRow){ .token = ids[at + i] };
         if (how == CHAINS || how == CHAINS_WALKED)
-            for (; n_rows < some + JUNK; n_rows++) rows[n_rows] = (StepRow){ .token = (n_rows * 31 + at) % m->config.vocab };
+            for (; n_rows < some + JUNK; n_rows++)
+                rows[n_rows] = (StepRow){ .token = (n_rows * 31 + at) % m->config.vocab };
         if (how == TREES || how == TREES_WALKED) n_rows = tree_rows(rows, ids + at, some, m->config.vocab, path);
         if (draft && m->step.n_segs) draft_alone(m, 0, ids[at]);
         const bool tree = how == TREES || how == TREES_WALKED;
@@ -110,30 +113,33 @@ static void random_ids(int32_t *ids, int n, int vocab) {
     for (int i = 0; i < n; i++) ids[i] = (i * i * 7 + i * 991 + 3) % vocab;
 }
 
-// A block drafted from a context of trees: rows of a tree may differ in their last bits on a GPU, and where activations are rounded
-// to int8 behind them, so may what follows, as much as that rounding does (an H100: 2 % of a logit). Each place's likeliest token
-// has nearly the logit that it should have, and is another in one place at most, where two are as likely.
+// A block drafted from a context of trees: on a GPU, rows of a tree may differ in their last bits, and if activations
+// are then rounded to int8, later values differ by that rounding (on an H100 2 % of a logit). The best token of each
+// position must have nearly the expected logit, and may differ in one position at most, at a near tie.
 static void like_block(const Block *got, const Block *want, const char *what) {
     int others = 0;
     for (int d = 0; d < DEPTH; d++) {
         const float a = got->logits[d * WIDTH], b = want->logits[d * WIDTH];
         others += got->ids[d * WIDTH] != want->ids[d * WIDTH];
-        CHECK(fabsf(a - b) <= 4e-2f * fabsf(b), "%s, place %d: it drafts %d with logit %.9g, expected %d with %.9g", what, d,
-              got->ids[d * WIDTH], (double)a, want->ids[d * WIDTH], (double)b);
+        CHECK(fabsf(a - b) <= 4e-2f * fabsf(b), "%s, place %d: it drafts %d with logit %.9g, expected %d with %.9g",
+              what, d, got->ids[d * WIDTH], (double)a, want->ids[d * WIDTH], (double)b);
     }
     CHECK(others <= 1, "%s: %d of %d tokens are others", what, others, DEPTH);
 }
 
 static void same_block(const Block *got, const Block *want, const char *what) {
-    CHECK(!memcmp(got, want, sizeof *got), "%s: it drafts something else: %d %d %d with logit %.9g, expected %d %d %d with %.9g", what,
+    CHECK(!memcmp(got, want, sizeof *got),
+          "%s: it drafts something else: %d %d %d with logit %.9g, expected %d %d %d with %.9g", what,
           got->ids[0], got->ids[WIDTH], got->ids[2 * WIDTH], (double)got->logits[0], want->ids[0], want->ids[WIDTH],
           want->ids[2 * WIDTH], (double)want->logits[0]);
 }
 
-// Whatever the steps were, and whoever counted what stayed: the same context, bit for bit, of more tokens than the rings hold.
+// For any steps, whether host or device counts the committed rows: the same context, bit for bit, of more tokens than
+// the rings hold.
 static void test_contexts(const char *path, const char *drafter, int n) {
     static const struct { const char *what; How how; int chunk; bool draft; } ways[] = {
-        { "a prompt in one chunk", CHUNKS, 512, false }, { "chunks of 150", CHUNKS, 150, false }, { "chunks of 50", CHUNKS, 50, false },
+        { "a prompt in one chunk", CHUNKS, 512, false }, { "chunks of 150", CHUNKS, 150, false },
+        { "chunks of 50", CHUNKS, 50, false },
         { "one token at a time", CHUNKS, 1, false }, { "drafts in between", CHUNKS, 3, true },
         { "chains with rejected rows", CHAINS, OWN, false }, { "walked chains", CHAINS_WALKED, OWN, false },
         { "walked chains, drafts in between", CHAINS_WALKED, OWN, true }, { "trees", TREES, OWN, false },
@@ -145,15 +151,18 @@ static void test_contexts(const char *path, const char *drafter, int n) {
     random_ids(ids, n, m->config.vocab);
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
         reset_session(m, 1);
-        const int first = i ? 25 : 0;                  // they wait when the others come
+        const int first = i ? 25 : 0;                  // they are in the backlog when the others come
         run_ids(m, 1, ids, first, CHUNKS, first, false);
         run_ids(m, 1, ids + first, n - first, ways[i].how, ways[i].chunk, ways[i].draft);
         const Block got = draft_alone(m, 0, 9);
         if (i == 0) want = got;
-        (on_gpu && (ways[i].how == TREES || ways[i].how == TREES_WALKED) ? like_block : same_block)(&got, &want, ways[i].what);
-        CHECK(m->drafter->context_start[1] == 0, "%s: the context begins at %d", ways[i].what, m->drafter->context_start[1]);
+        (on_gpu && (ways[i].how == TREES || ways[i].how == TREES_WALKED) ? like_block : same_block)(&got, &want,
+                ways[i].what);
+        CHECK(m->drafter->context_start[1] == 0, "%s: the context begins at %d", ways[i].what,
+              m->drafter->context_start[1]);
     }
-    for (int back = 1; back <= 50; back += 49) {       // further tokens, some waiting and some stored, which are taken back
+    // further tokens, some in the backlog and some stored, which are removed again
+    for (int back = 1; back <= 50; back += 49) {
         reset_session(m, 1);
         run_ids(m, 1, ids, n - 1, CHUNKS, 100, false);
         run_ids(m, 1, ids, back, back > 1 ? CHAINS_WALKED : CHUNKS, 10, true);
@@ -161,12 +170,13 @@ static void test_contexts(const char *path, const char *drafter, int n) {
         run_ids(m, 1, ids + n - 1, 1, CHUNKS, 1, false);
         const Block got = draft_alone(m, 0, 9);
         same_block(&got, &want, "tokens taken back");
-        CHECK(m->drafter->context_start[1] == 0, "%d tokens taken back: the context begins at %d", back, m->drafter->context_start[1]);
+        CHECK(m->drafter->context_start[1] == 0, "%d tokens taken back: the context begins at %d", back,
+              m->drafter->context_start[1]);
     }
     close_model(m);
 }
 
-// A context that was lost starts anew, as that of a drafter does that was not there before, and knows its place by distances.
+// A lost context starts again, like that of a new drafter; only distances between positions matter.
 static void test_new_start(const char *path, const char *drafter) {
     enum { N = 600, CUT = 200, MORE = 50 };
     int32_t ids[N];
@@ -175,7 +185,8 @@ static void test_new_start(const char *path, const char *drafter) {
     Model *m = open_pair(path, o);
     random_ids(ids, N, m->config.vocab);
     run_ids(m, 0, ids, CUT, CHUNKS, 512, false);
-    CHECK(!m->drafter->weights_uploaded && m->drafter->context_start[0] == CUT, "a lazy drafter keeps tokens from %d on", m->drafter->context_start[0]);
+    CHECK(!m->drafter->weights_uploaded && m->drafter->context_start[0] == CUT,
+          "a lazy drafter keeps tokens from %d on", m->drafter->context_start[0]);
     run_ids(m, 0, ids + CUT, MORE, CHUNKS, 1, false);
     const Block want = draft_alone(m, 0, 9);
     CHECK(m->drafter->weights_uploaded, "a draft does not upload the weights");
@@ -186,11 +197,13 @@ static void test_new_start(const char *path, const char *drafter) {
     copy_rings(m, 0, rings, COPY_OUT);
     const int seen = m->n_written[0];
     run_ids(m, 0, ids + CUT, N - CUT, CHUNKS, 512, false);
-    CHECK(!shorten_session(m, 0, ids, CUT) && m->drafter->context_start[0] == 0, "rings reach back further than expected: a weak test");
+    CHECK(!shorten_session(m, 0, ids, CUT) && m->drafter->context_start[0] == 0,
+          "rings reach back further than expected: a weak test");
     copy_rings(m, 0, rings, COPY_IN);
     m->n_written[0] = seen;
     CHECK(shorten_session(m, 0, ids, CUT), "rings that were put back do not hold");
-    CHECK(m->drafter->context_start[0] == CUT, "the context begins at %d, expected %d", m->drafter->context_start[0], CUT);
+    CHECK(m->drafter->context_start[0] == CUT, "the context begins at %d, expected %d", m->drafter->context_start[0],
+          CUT);
     run_ids(m, 0, ids + CUT, MORE, CHUNKS, 7, false);
     const Block got = draft_alone(m, 0, 9);
     same_block(&got, &want, "a context that starts anew");
@@ -198,7 +211,8 @@ static void test_new_start(const char *path, const char *drafter) {
     close_model(m);
 }
 
-// Sessions that share a draft get what each gets alone, and a part of them in any order too. More than fit one step.
+// Sessions that are drafted together get the same drafts as alone, also a subset in any order. More sessions than fit
+// one step.
 static void test_company(const char *path, const char *drafter) {
     enum { N = 10 };
     static const int groups[][N] = { { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 }, { 2, 0, -1 }, { 9, 3, 1, -1 }, { 1, -1 } };
@@ -213,7 +227,8 @@ static void test_company(const char *path, const char *drafter) {
         run_ids(m, s, tokens + s, 30 + 40 * s, CHUNKS, 64, false);
         rows[s] = (StepRow){ .token = s * 31 + 5, .output = true };
         segs[s] = (StepSeg){ .seq = (s + 1) % N, .kind = SEG_CHAIN, .n = 1, .rows = &rows[s] };
-        next[s] = s * 37 + 11, one[s] = 1;
+        next[s] = s * 37 + 11;
+        one[s] = 1;
     }
     step(m, segs, N);
     commit(m, one, NULL);
@@ -222,7 +237,10 @@ static void test_company(const char *path, const char *drafter) {
     set_next(m, next, N);
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
         int n = 0;
-        while (n < N && groups[g][n] >= 0) ids[n] = groups[g][n], n++;
+        while (n < N && groups[g][n] >= 0) {
+            ids[n] = groups[g][n];
+            n++;
+        }
         issue_draft(m, ids, n, DEPTH);
         read_back(m, got, m->drafter->ids, (size_t)(DEPTH * n * WIDTH) * sizeof *got);
         read_back(m, logits, m->drafter->logits, (size_t)(DEPTH * n * WIDTH) * sizeof *logits);
@@ -239,15 +257,17 @@ static void test_company(const char *path, const char *drafter) {
     close_model(m);
 }
 
-// ---- a block in plain loops ------------------------------------------------------------------------------------------------
+// ---- a block in plain loops
+// ------------------------------------------------------------------------------------------------
 
-enum { VOCAB = 512, DIM = 64, HEAD = 128, MOST_ROWS = 256 };       // of the micro models; rows: of the context, then of the block
+// of the micro models; rows: those of the context, then the block
+enum { VOCAB = 512, DIM = 64, HEAD = 128, MOST_ROWS = 256 };
 
 typedef struct {
     const char *family;
-    int   taps[2];            // layers whose outputs are read
-    int   causal;             // -1: sliding layers are, the full one is not
-    int   n;                  // tokens of the context
+    int   taps[2];            // layers whose outputs the drafter reads
+    int   causal;             // -1: sliding layers are causal, the full one is not
+    int   n;                  // context length
 } BlockCase;
 
 static void plain_norm(double *x, const float *w, int n) {
@@ -259,7 +279,8 @@ static void plain_norm(double *x, const float *w, int n) {
 static void plain_times(double *out, const Tensor *w, const double *x) {       // of f32
     for (int r = 0; r < w->rows; r++) {
         out[r] = 0;
-        for (int i = 0; i < w->cols; i++) out[r] += (double)((const float *)w->data)[(size_t)r * (size_t)w->cols + i] * x[i];
+        for (int i = 0; i < w->cols; i++)
+            out[r] += (double)((const float *)w->data)[(size_t)r * (size_t)w->cols + i] * x[i];
     }
 }
 
@@ -271,7 +292,7 @@ static void plain_turn(double *head, int pos) {
     }
 }
 
-// K and V of a row y at a position, one KV head.
+// K and V of row y at a position, for one KV head.
 static void plain_kv(const LayerWeights *w, const double *y, int pos, double *k, double *v) {
     plain_times(k, &w->attn_k, y);
     plain_norm(k, w->attn_k_norm, HEAD);
@@ -279,13 +300,14 @@ static void plain_kv(const LayerWeights *w, const double *y, int pos, double *k,
     plain_times(v, &w->attn_v, y);
 }
 
-// Whether row j of the block sees row t of context and block.
+// True: row j of the block sees row t of context and block.
 static bool plain_sees(const BlockCase *c, bool full, int j, int t) {
     if (t < c->n) return full || c->n + j - t < 64;
     return c->causal == 1 || (c->causal < 0 && !full) ? t - c->n <= j : true;
 }
 
-static void plain_layer(const BlockCase *c, const LayerWeights *w, bool full, double u[][DIM], double k[][HEAD], double v[][HEAD]) {
+static void plain_layer(const BlockCase *c, const LayerWeights *w, bool full, double u[][DIM], double k[][HEAD],
+                        double v[][HEAD]) {
     double z[DEPTH + 1][DIM], q[2 * HEAD], o[2 * HEAD], add[DIM], gate[128], up[128];
     for (int j = 0; j <= DEPTH; j++) {
         memcpy(z[j], u[j], sizeof z[j]);
@@ -322,7 +344,8 @@ static void plain_layer(const BlockCase *c, const LayerWeights *w, bool full, do
 }
 
 // taps: the outputs of layers, (n, DIM) each. logits: of rows 1 .. DEPTH.
-static void plain_block(const BlockCase *c, const Model *m, const float *const *taps, int32_t next, double logits[][VOCAB]) {
+static void plain_block(const BlockCase *c, const Model *m, const float *const *taps, int32_t next,
+                        double logits[][VOCAB]) {
     static double k[MOST_ROWS][HEAD], v[MOST_ROWS][HEAD], context[MOST_ROWS][DIM];
     const Drafter *d = m->drafter;
     const float *table = m->weights.token_embd.data;
@@ -360,7 +383,7 @@ static const char *dflash_of(const char *family, const char *quant) {
     return make_model(name, family, quant, "--kind", "dflash", NULL);
 }
 
-// Of a target that dumps, on the CPU, come the taps; of another, the block.
+// The taps come from a target on the CPU with --dump; the block from another one.
 static void test_block(const BlockCase *c) {
     int32_t ids[MOST_ROWS];
     double want[DEPTH][VOCAB], worst = 0, most = 0;
@@ -400,15 +423,17 @@ static void test_block(const BlockCase *c) {
             most = fmax(most, fabs(z));
             sum += exp(z);
         }
-        CHECK(fabs(log(sum) - (double)sums[k]) < 1e-3, "%s: depth %d: logsumexp %g, expected %g", c->family, k, (double)sums[k], log(sum));
+        CHECK(fabs(log(sum) - (double)sums[k]) < 1e-3, "%s: depth %d: logsumexp %g, expected %g", c->family, k,
+              (double)sums[k], log(sum));
     }
-    CHECK(worst <= (on_gpu ? 1e-3 : 1e-4) * most, "%s, taps %d and %d, causal %d, %d tokens: logits differ by %.3g of %.3g", c->family,
+    CHECK(worst <= (on_gpu ? 1e-3 : 1e-4) * most,
+          "%s, taps %d and %d, causal %d, %d tokens: logits differ by %.3g of %.3g", c->family,
           c->taps[0], c->taps[1], c->causal, c->n, worst, most);
     close_model(plain);
     close_model(m);
 }
 
-// More tokens than a ring has slots; outputs of the last layer, of layers that share K and V, in any order.
+// More tokens than a ring has slots; taps of the last layer and of layers that share K and V, in any order.
 static void test_blocks(void) {
     static const BlockCase cases[] = {
         { "micro-dense", { 0, 2 }, -1, 200 }, { "micro-dense", { 3, 1 }, 0, 90 }, { "micro-moe", { 0, 2 }, -1, 20 },
@@ -418,7 +443,8 @@ static void test_blocks(void) {
     for (size_t i = 0; i < (on_gpu ? 2 : sizeof cases / sizeof *cases); i++) test_block(&cases[i]);
 }
 
-// ---- files -----------------------------------------------------------------------------------------------------------------
+// ---- files
+// -----------------------------------------------------------------------------------------------------------------
 
 static void set_text(Draft *d, const char *key, const char *text) {
     Bytes *b = &draft_key(d, key)->value;
@@ -434,10 +460,12 @@ static void rename_tensor(Draft *d, const char *from, const char *to) {
     snprintf(draft_tensor(d, from)->name, sizeof d->tensors->name, "%s", to);
 }
 
-// The file in an older dialect, without what that implies.
+// The file in an older notation, without the keys that it implies.
 static const char *write_older(const char *from, const char *to, const char *arch, const char *fc, const char *norm) {
-    static const char *const keys[][2] = { { "block_size", "dflash.block_size" }, { "attention.sliding_window", "dflash.sliding_window" },
-        { "final_logit_softcapping", "dflash.logit_softcap" }, { "attention.sliding_window_pattern", NULL }, { "embedding_scale", NULL } };
+    static const char *const keys[][2] = { { "block_size", "dflash.block_size" },
+                                           { "attention.sliding_window", "dflash.sliding_window" },
+        { "final_logit_softcapping", "dflash.logit_softcap" }, { "attention.sliding_window_pattern",
+                                                                 NULL }, { "embedding_scale", NULL } };
     Draft d = read_draft(from);
     char name[128], other[128];
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
@@ -460,9 +488,10 @@ static const char *write_older(const char *from, const char *to, const char *arc
     return write_draft(&d, to);
 }
 
-// The file as a Hugging Face folder, with the names that published ones have, in f32.
+// The file as a Hugging Face folder, with the published names, in f32.
 static const char *write_folder(const char *from, const char *path) {
-    static const char *const names[][2] = { { "fc.weight", "fc.weight" }, { "enc.output_norm.weight", "hidden_norm.weight" },
+    static const char *const names[][2] = { { "fc.weight", "fc.weight" },
+                                            { "enc.output_norm.weight", "hidden_norm.weight" },
         { "output_norm.weight", "norm.weight" }, { "attn_norm.weight", "input_layernorm.weight" },
         { "ffn_norm.weight", "post_attention_layernorm.weight" }, { "attn_q.weight", "self_attn.q_proj.weight" },
         { "attn_k.weight", "self_attn.k_proj.weight" }, { "attn_v.weight", "self_attn.v_proj.weight" },
@@ -484,7 +513,8 @@ static const char *write_folder(const char *from, const char *path) {
         char shape[64];
         if (t->n_dims > 1) snprintf(shape, sizeof shape, "%d,%d", (int)t->ne[1], (int)t->ne[0]);
         else snprintf(shape, sizeof shape, "%d", (int)t->ne[0]);
-        put(&head, entry, (size_t)snprintf(entry, sizeof entry, "{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}", shape,
+        put(&head, entry, (size_t)snprintf(entry, sizeof entry,
+                                           "{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}", shape,
                                            data.n, data.n + t->data.n));
         put(&data, t->data.data, t->data.n);
         sep = ',';
@@ -496,22 +526,26 @@ static const char *write_folder(const char *from, const char *path) {
     snprintf(file, sizeof file, "%s/model.safetensors", path);
     FILE *f = must(fopen(file, "wb"));
     const uint64_t n_head = head.n;
-    fwrite(&n_head, 8, 1, f), fwrite(head.data, 1, head.n, f), fwrite(data.data, 1, data.n, f);
+    fwrite(&n_head, 8, 1, f);
+    fwrite(head.data, 1, head.n, f);
+    fwrite(data.data, 1, data.n, f);
     fclose(f);
     snprintf(file, sizeof file, "%s/config.json", path);
     f = must(fopen(file, "wb"));
-    fprintf(f, "{\"architectures\":[\"DFlashDraftModel\"],\"model_type\":\"qwen3\",\"num_hidden_layers\":5,\"hidden_size\":64,"
+    fprintf(f,
+            "{\"architectures\":[\"DFlashDraftModel\"],\"model_type\":\"qwen3\",\"num_hidden_layers\":5,\"hidden_size\":64,"
             "\"intermediate_size\":128,\"num_attention_heads\":2,\"num_key_value_heads\":1,\"head_dim\":128,\"rms_norm_eps\":1e-6,"
             "\"rope_theta\":1000000,\"rope_scaling\":null,\"hidden_act\":\"silu\",\"sliding_window\":64,\"block_size\":16,"
             "\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"sliding_attention\",\"sliding_attention\","
             "\"full_attention\"],\"vocab_size\":512,\"dflash_config\":{\"mask_token_id\":4,\"target_layer_ids\":[0,2]}}");
     fclose(f);
-    free(head.data), free(data.data);
+    free(head.data);
+    free(data.data);
     free_draft(&d);
     return path;
 }
 
-static Block block_of(const char *path, ModelOptions o) {               // behind a prompt
+static Block block_of(const char *path, ModelOptions o) {               // after a prompt
     int32_t ids[60];
     Model *m = open_pair(path, o);
     random_ids(ids, 60, m->config.vocab);
@@ -522,16 +556,19 @@ static Block block_of(const char *path, ModelOptions o) {               // behin
 }
 
 static void test_forms(void) {
-    const char *path = kept(make_model("micro-dense", "micro-dense", "f32", NULL)), *drafter = kept(dflash_of("micro-dense", "f32"));
+    const char *path = kept(make_model("micro-dense", "micro-dense", "f32", NULL)),
+        *drafter = kept(dflash_of("micro-dense", "f32"));
     ModelOptions o = plan(drafter, 1);
     const Block want = block_of(path, o);
     o.lazy_draft = true;
     Block got = block_of(path, o);
     same_block(&got, &want, "a lazy drafter");
-    o = plan(write_older(drafter, in_tmp("older.gguf"), "gemma4-dflash-draft", "dflash.fc.weight", "dflash.hidden_norm.weight"), 1);
+    o = plan(write_older(drafter, in_tmp("older.gguf"), "gemma4-dflash-draft", "dflash.fc.weight",
+                         "dflash.hidden_norm.weight"), 1);
     got = block_of(path, o);
     same_block(&got, &want, "gemma4-dflash-draft");
-    o = plan(write_older(drafter, in_tmp("older.gguf"), "dflash-draft", "dflash_fc.weight", "dflash_hidden_norm.weight"), 1);
+    o = plan(write_older(drafter, in_tmp("older.gguf"), "dflash-draft", "dflash_fc.weight",
+                         "dflash_hidden_norm.weight"), 1);
     got = block_of(path, o);
     same_block(&got, &want, "dflash-draft");
     o = plan(write_folder(drafter, kept(in_tmp("folder"))), 1);
@@ -547,14 +584,17 @@ static void test_forms(void) {
 #define REFUSED(path, drafter, ...) refused(path, plan(drafter, 1), (const char *const[]){ __VA_ARGS__, NULL })
 
 static void test_refused(void) {
-    const char *path = kept(make_model("micro-dense", "micro-dense", "f32", NULL)), *drafter = kept(dflash_of("micro-dense", "f32"));
+    const char *path = kept(make_model("micro-dense", "micro-dense", "f32", NULL)),
+        *drafter = kept(dflash_of("micro-dense", "f32"));
     const char *broken = kept(in_tmp("broken.gguf"));
     REFUSED(path, MINI_DFLASH, "micro-dense.gguf", MINI_DFLASH, "hidden size: expected 64, got 256");
     REFUSED(MINI, drafter, MINI, "dflash.gguf", "hidden size: expected 256, got 64");
     static const struct { const char *key; unsigned value; const char *says; } keys[] = {
-        { "dflash.vocab_size", 511, "vocabulary: expected 512, got 511" }, { "dflash.block_size", 1, "dflash.block_size" },
+        { "dflash.vocab_size", 511, "vocabulary: expected 512, got 511" },
+        { "dflash.block_size", 1, "dflash.block_size" },
         { "dflash.attention.key_length", 64, "value_length" }, { "dflash.attention.head_count", 3, "shape" },
-        { "dflash.attention.head_count_kv", 3, "divisor of 2 heads, got 3" }, { "tokenizer.ggml.mask_token_id", 512, "mask_token_id" },
+        { "dflash.attention.head_count_kv", 3, "divisor of 2 heads, got 3" },
+        { "tokenizer.ggml.mask_token_id", 512, "mask_token_id" },
         { "dflash.target_layers", 1, "micro-dense.gguf" }, { "dflash.block_count", 6, "sliding_window_pattern" },
     };
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
@@ -563,7 +603,8 @@ static void test_refused(void) {
         REFUSED(path, write_draft(&d, broken), "broken.gguf", keys[i].says);
     }
     static const int taps[][3] = { { 1, 5 }, { 0, 3 }, { 1, 2, 3 } };
-    static const char *const says[] = { "expected 1 to 4, as the model has 4 layers, got 5", "expected 1 to 4, as the model has 4 layers, got 0",
+    static const char *const says[] = { "expected 1 to 4, as the model has 4 layers, got 5",
+                                        "expected 1 to 4, as the model has 4 layers, got 0",
                                         "columns of fc, tapped layers times hidden size: expected 192, got 128" };
     for (int i = 0; i < 3; i++) {
         Draft d = read_draft(drafter);
@@ -577,8 +618,11 @@ static void test_refused(void) {
         rename_key(&d, gone[i], "");
         REFUSED(path, write_draft(&d, broken), "broken.gguf", gone[i], "E_META_MISSING");
     }
-    static const char *const extra[][2] = { { "markov_w1.weight", "DSpark draft models are not supported" }, { "d2t", "their own vocabulary" },
-        { "selector_hidden.weight", "DFlash2 draft models are not supported" }, { "blk.1.attn_sinks.weight", "attention sinks" } };
+    static const char *const extra[][2] = {
+        { "markov_w1.weight", "DSpark draft models are not supported" }, { "d2t", "their own vocabulary" },
+        { "selector_hidden.weight", "DFlash2 draft models are not supported" },
+        { "blk.1.attn_sinks.weight", "attention sinks" },
+    };
     for (size_t i = 0; i < sizeof extra / sizeof *extra; i++) {
         Draft d = read_draft(drafter);
         draft_add(&d, extra[i][0], 32);
@@ -595,10 +639,11 @@ static void test_refused(void) {
     REFUSED(path, write_draft(&d, broken), "rope_freqs.weight", "expected type F32, got F16");
 }
 
-// ---- trained models --------------------------------------------------------------------------------------------------------
+// ---- trained models
+// --------------------------------------------------------------------------------------------------------
 
-// Greedy text, and at every token a block: how many are right at each depth, those before them too. least: what models/
-// acceptance.md says of this kind of text, less what few prompts may differ.
+// Greedy text with a block at every token: counts accepted drafts at each depth. least: the rates of
+// models/acceptance.md for this kind of text, less the deviation that few prompts may have.
 static void test_acceptance(const char *question, int n_ids, int depth, const double *least) {
     enum { MOST = 256, ALL = 15 };
     char text[512];
@@ -628,11 +673,12 @@ static void test_acceptance(const char *question, int n_ids, int depth, const do
     for (int i = 0; i + 1 < n; i++)
         for (int k = 0, good = 1; k < depth && i + 1 + k < n; k++) {
             good = good && drafts[i][k] == said[i + 1 + k];
-            tried[k]++, right[k] += good;
+            tried[k]++;
+            right[k] += good;
         }
     for (int k = 0; k < depth; k++)
-        CHECK(tried[k] && right[k] >= least[k] * tried[k], "%s: depth %d: %d of %d are right, expected %.2f", question, k + 1, right[k],
-              tried[k], least[k]);
+        CHECK(tried[k] && right[k] >= least[k] * tried[k], "%s: depth %d: %d of %d are right, expected %.2f", question,
+              k + 1, right[k], tried[k], least[k]);
     tok_ids_free(&prompt);
     tok_free(&tok);
     close_model(m);
@@ -641,7 +687,8 @@ static void test_acceptance(const char *question, int n_ids, int depth, const do
 int main(int argc, char **argv) {
     take_card(&argc, argv);
     const bool few = argc > 1 && !strcmp(argv[1], "-few");
-    static const double story[15] = { .9, .9, .9, .9, .9, .9, .9, .9, .8, .8, .8, .8, .8, .8, .8 }, some[2] = { .6, .4 };
+    static const double story[15] = { .9, .9, .9, .9, .9, .9, .9, .9, .8, .8, .8, .8, .8, .8, .8 },
+        some[2] = { .6, .4 };
     make_tmp();
     start_threads(0);
     for (int gpu = few; gpu < 2; gpu++) {
@@ -650,7 +697,8 @@ int main(int argc, char **argv) {
             SKIP("no GPU: DFlash on the CUDA backend");
             break;
         }
-        const char *path = kept(make_model("micro-e-q8", "micro-e", "q8_0", NULL)), *drafter = kept(dflash_of("micro-e", "q8_0"));
+        const char *path = kept(make_model("micro-e-q8", "micro-e", "q8_0", NULL)),
+            *drafter = kept(dflash_of("micro-e", "q8_0"));
         test_blocks();
         test_contexts(path, drafter, few ? 150 : 300);
         if (few) break;

@@ -1,12 +1,14 @@
-/* test_forms.c - answers of a given form, in sessions: they have the form, whoever guesses, and in whatever company.
+/* test_forms.c - constrained answers in sessions: they match the grammar with any speculation method and with other
+ * sessions.
  *
- *   test_forms [mtp] [dflash] [e]      which pairs of models, none: all of them
+ *   test_forms [mtp] [dflash] [e] pairs of models to test; default: all
  *
- * A schema, a grammar, calls that are forced, thoughts before all that and a full context: the ids with guesses are those without,
- * greedy and drawn, by prompt lookup, drafters and their trees. An answer that has come to its end is one that the grammar accepts,
- * and satisfies the schema. Behind it the session says without a form what one says that never had any. Sessions with and without a
- * form in one step say what each says alone. A grammar that fails ends its answer, and no more than that. What grammars accept is
- * test_grammar's business, steps that are issued ahead test_ahead's. Run from the top of the repository: the models lie there. */
+ * A schema, a grammar, forced calls, thoughts before them and a full context: the ids with drafts equal those without,
+ * greedy and sampled, with prompt lookup, drafters and their trees. A finished answer matches the grammar and satisfies
+ * the schema. After it, an unconstrained answer is the same as in a session that never had a grammar. Sessions with and
+ * without a grammar in one step write the same as alone. A grammar that fails ends only its own answer. test_grammar
+ * tests what grammars accept, test_ahead steps that are issued ahead. Run from the top of the repository, where the
+ * models are. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -23,14 +25,15 @@ static const char gbnf[] = "root ::= \"The \" animal (\", the \" animal){2,3} \"
 static const char tools[] =
     "[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\",\"properties\":{"
     "\"city\":{\"enum\":[\"Paris\",\"Rome\"]},\"days\":{\"type\":\"integer\",\"minimum\":1,\"maximum\":9}},\"required\":[\"city\",\"days\"]}}}]";
-static const char text[] = "root ::= [a-zA-Z ,.!'\\n]{1,70}";             // much as the model would say it
+static const char text[] = "root ::= [a-zA-Z ,.!'\\n]{1,70}";             // similar to the model's own text
 static const char shifting[] = "root ::= (\"fox \" | \"bird \" | \"old cat \"){30} \".\"";
-// x fits in too many ways. Prompt lookup guesses that it comes, the model goes the other way.
+// x matches in too many ways. Prompt lookup drafts it, the model writes something else.
 #define TOO_MANY "x x x x x x x x\nx ::= y y y y y y y y\ny ::= z z z z z z z z\nz ::= w w w w w w w w\nw ::= \"a\"? \"a\"?"
 static const char failing[] = "root ::= \"The fox and the bird \" " TOO_MANY;
 static const char passing[] = "root ::= \"Once upon\" (\" a time.\" | \" night \" v)\nv ::= " TOO_MANY;
 
-typedef enum { FREE, BY_SCHEMA, BY_GRAMMAR, BY_TOOLS, BY_EITHER, BY_TEXT, BY_SHIFTING, BY_PASSING, BY_FAILING, N_FORMS } Form;
+typedef enum { FREE, BY_SCHEMA, BY_GRAMMAR, BY_TOOLS, BY_EITHER, BY_TEXT, BY_SHIFTING, BY_PASSING, BY_FAILING,
+               N_FORMS } Form;
 static const char *const forms[] = { "free", "schema", "grammar", "forced call", "schema or call", "text", "shifted",
                                      "past a failure", "failing" };
 
@@ -40,7 +43,7 @@ static const char *const thoughts[] = { "no thought", "may think", "in a thought
 typedef struct {
     Form    form;
     Thought thought;
-    int     budget, n;        // of thought; tokens, -1: to the end
+    int     budget, n;        // thinking budget; tokens, -1: to the end
     float   temperature;
     Drafting drafting;
 } Ask;
@@ -58,7 +61,7 @@ static GrammarVocab vocab;
 
 static TokStr str(const char *s) { return (TokStr){ s, strlen(s) }; }
 
-static bool make_form(Grammar *g, Form form) {         // false: there is none, or it has failed
+static bool make_form(Grammar *g, Form form) {         // false: no grammar, or it failed
     const TokStr none = { NULL, 0 };
     switch (form) {
     case BY_SCHEMA: return grammar_from_schema(g, &vocab, str(schema));
@@ -86,7 +89,8 @@ static TokIds prompt_of(const Ask *a) {
     chat.messages = (TokStr){ messages.s, messages.n };
     if (a->form == BY_TOOLS || a->form == BY_EITHER) chat.tools = str(tools);
     if (tok_chat(&tok, &chat, &ids, NULL) < 0) die("%s", tok.err);
-    if (a->thought == OPEN_THOUGHT && tok_encode(&tok, "<|channel>thought\n", 18, TOK_SPECIAL, &ids) < 0) die("%s", tok.err);
+    if (a->thought == OPEN_THOUGHT && tok_encode(&tok, "<|channel>thought\n", 18, TOK_SPECIAL, &ids) < 0)
+        die("%s", tok.err);
     tok_text_free(&messages);
     return ids;
 }
@@ -94,21 +98,25 @@ static TokIds prompt_of(const Ask *a) {
 static void begin(Session *s, const Ask *a, Grammar *g) {
     TokIds ids = prompt_of(a);
     const AnswerOptions o = { .n_predict = a->n < 0 ? MOST_IDS : a->n, .grammar = a->form == FREE ? NULL : g,
-        .may_think = a->thought != NO_THOUGHT, .think_budget = a->budget, .shift = a->form == BY_SHIFTING, .drafting = a->drafting,
+        .may_think = a->thought != NO_THOUGHT, .think_budget = a->budget, .shift = a->form == BY_SHIFTING,
+        .drafting = a->drafting,
         .sampling = { .seed = 11, .temperature = a->temperature, .top_k = 64, .top_p = 0.95f, .repeat = 1 } };
     if (a->form != FREE) CHECK(make_form(g, a->form), "%s: %s", forms[a->form], g->err);
     if (!session_start(s, &(Prompt){ .ids = ids.ids, .n = (int)ids.n, .n_head = 4 }, &o)) die("%s", s->err);
     tok_ids_free(&ids);
 }
 
-static bool took(Session *s, const Event *e, Answer *out) {            // false: it was the end
+static bool took(Session *s, const Event *e, Answer *out) {            // false: the answer ended
     for (int i = 0; e->kind == EVENT_TOKEN && i < e->n_ids && out->n < MOST_IDS; i++) out->ids[out->n++] = e->ids[i];
     if (e->kind == EVENT_TOKEN || e->kind == EVENT_END) {
         strncat(out->text, e->content.s ? e->content.s : "", e->content.n);
         strncat(out->thought, e->thought.s ? e->thought.s : "", e->thought.n);
     }
     if (e->kind != EVENT_END) return true;
-    out->end = e->end, out->drafts = s->turn.drafts, out->shifts = s->turn.shifts, out->n_calls = s->reply.n_calls;
+    out->end = e->end;
+    out->drafts = s->turn.drafts;
+    out->shifts = s->turn.shifts;
+    out->n_calls = s->reply.n_calls;
     const TokStr call = s->reply.n_calls ? s->reply.calls[0].arguments : (TokStr){ "", 0 };
     snprintf(out->call, sizeof out->call, "%.*s", (int)call.n, call.s);
     if (e->error) snprintf(out->err, sizeof out->err, "%s", e->error);
@@ -127,9 +135,10 @@ static Answer tell(Session *s, const Ask *a) {
     return out;
 }
 
-// ---- what an answer has to be -----------------------------------------------------------------------------------------
+// ---- checks of an answer
+// ----------------------------------------------------------------------------------------------
 
-static bool accepted(const Ask *a, const Answer *got) {                // its ids, by a grammar of its own
+static bool accepted(const Ask *a, const Answer *got) {                // its ids, by a separate grammar
     Grammar g;
     static const GrammarStart how[] = { START_ANSWER, START_MAY_THINK, START_THINKING };         // by Thought
     const bool made = make_form(&g, a->form);
@@ -155,10 +164,12 @@ static bool satisfies(const char *text) {              // the schema
     for (GgufJson rest = root; gguf_json_next(&rest, &v, &item); ) n++;
     if (n != 4 || !gguf_json_get(&root, "name", &v) || v.type != GGUF_J_STRING || v.n > sizeof name) return false;
     for (size_t i = 0, len = gguf_json_string(&v, name); i < len; i++) chars += ((unsigned char)name[i] & 0xC0) != 0x80;
-    if (chars > 9 || !gguf_json_get(&root, "kind", &v) || (!gguf_json_is(&v, "fox") && !gguf_json_is(&v, "bird"))) return false;
+    if (chars > 9 || !gguf_json_get(&root, "kind", &v) || (!gguf_json_is(&v, "fox") && !gguf_json_is(&v, "bird")))
+        return false;
     if (!gguf_json_get(&root, "age", &v) || !is_number_to(&v, 99)) return false;
     if (!gguf_json_get(&root, "seen", &list) || list.type != GGUF_J_ARRAY) return false;
-    for (; gguf_json_next(&list, NULL, &item); n_items++) if (item.type != GGUF_J_TRUE && item.type != GGUF_J_FALSE) return false;
+    for (; gguf_json_next(&list, NULL, &item); n_items++)
+        if (item.type != GGUF_J_TRUE && item.type != GGUF_J_FALSE) return false;
     return n_items >= 1 && n_items <= 2;
 }
 
@@ -179,17 +190,19 @@ static void check_form(const Ask *a, const Answer *got, const char *where) {
     }
     const bool calls = a->form == BY_TOOLS || (a->form == BY_EITHER && got->n_calls);
     CHECK(got->end == (calls ? END_CALLS : END_TURN), "%s: ends with %s: '%s'", where, end_text[got->end], got->text);
-    if (calls) CHECK(is_call(got) && !*got->text && (a->form != BY_TOOLS || got->n_calls == 1), "%s: %d calls, '%s', text '%s'",
-                     where, got->n_calls, got->call, got->text);
-    else if (a->form == BY_SCHEMA || a->form == BY_EITHER) CHECK(satisfies(got->text), "%s: '%s' does not satisfy it", where, got->text);
+    if (calls)
+        CHECK(is_call(got) && !*got->text && (a->form != BY_TOOLS || got->n_calls == 1),
+              "%s: %d calls, '%s', text '%s'", where, got->n_calls, got->call, got->text);
+    else if (a->form == BY_SCHEMA || a->form == BY_EITHER)
+        CHECK(satisfies(got->text), "%s: '%s' does not satisfy it", where, got->text);
     else if (a->form != BY_TEXT) CHECK(got->text[strlen(got->text) - 1] == '.', "%s: '%s'", where, got->text);
 }
 
 static void compare(const Answer *got, const Answer *want, const char *where, const char *who) {
     int same = 0;
     while (same < got->n && same < want->n && got->ids[same] == want->ids[same]) same++;
-    CHECK(same == got->n && same == want->n, "%s, %s: %d ids, expected %d, the first %d the same", where, who, got->n, want->n,
-          same);
+    CHECK(same == got->n && same == want->n, "%s, %s: %d ids, expected %d, the first %d the same", where, who, got->n,
+          want->n, same);
     CHECK(got->end == want->end && got->shifts == want->shifts, "%s, %s: ends with %s, expected %s", where, who,
           end_text[got->end], end_text[want->end]);
     CHECK(!strcmp(got->text, want->text) && !strcmp(got->thought, want->thought) && !strcmp(got->call, want->call) &&
@@ -197,7 +210,8 @@ static void compare(const Answer *got, const Answer *want, const char *where, co
           want->text, want->err);
 }
 
-// ---- one answer, by everybody -----------------------------------------------------------------------------------------
+// ---- one answer, by every method
+// --------------------------------------------------------------------------------------
 
 static const struct { const char *who; Drafting drafting; } guessers[N_GUESSERS] = {
     { "ngram", { .kind = SPEC_NGRAM, .n_max = 6 } },
@@ -222,7 +236,7 @@ static const Ask asks[] = {
     { .form = BY_FAILING, .budget = -1, .n = -1 },
 };
 
-// Prompt lookup, trees and auto take turns beside an MTP drafter, a DFlash drafter's chains and trees with each other.
+// With an MTP drafter: prompt lookup, trees and auto, by turns; with a DFlash drafter: chains and trees.
 static bool turn_of(const Model *m, int k, int number) {
     if (m->drafter->kind == DRAFTER_DFLASH) return k == 1 + number / 2 % 2;
     return m->drafter->kind == DRAFTER_NONE || k == 1 || k / 2 + k % 2 == number % 3;
@@ -234,17 +248,18 @@ static void one_ask(Session *plain, Session *s, int number, const char *name) {
     const Ask second = { .budget = -1, .n = 5, .temperature = ask->temperature };
     Ask a = *ask;
     char where[120];
-    snprintf(where, sizeof where, "%s, %s, %s, %s", name, forms[a.form], thoughts[a.thought], a.temperature > 0 ? "drawn" : "greedy");
+    snprintf(where, sizeof where, "%s, %s, %s, %s", name, forms[a.form], thoughts[a.thought],
+             a.temperature > 0 ? "drawn" : "greedy");
     session_forget(plain);
-    const Answer after = tell(plain, &second);         // what a session says that never had a form
+    const Answer after = tell(plain, &second);         // a session that never had a grammar
     session_forget(plain);
     const Answer want = tell(plain, &a);
     const Answer next = tell(plain, &second);
-    compare(&next, &after, where, "no form behind it");
+    compare(&next, &after, where, "no grammar after it");
     if (a.form == BY_FAILING)
         CHECK(want.end == END_ERROR && strstr(want.err, "too ambiguous") && !strchr(want.err, '\n') && want.n > 2 &&
-              !strncmp(want.text, "The fox and the bird ", strlen(want.text)), "%s: '%s', ends with %s: %s", where, want.text,
-              end_text[want.end], want.err);
+              !strncmp(want.text, "The fox and the bird ", strlen(want.text)), "%s: '%s', ends with %s: %s", where,
+              want.text, end_text[want.end], want.err);
     else check_form(&a, &want, where);
     CHECK(a.form != BY_PASSING || !strcmp(want.text, "Once upon a time."), "%s: '%s'", where, want.text);
     CHECK(a.form != BY_SHIFTING || want.shifts > 0, "%s: no shift", where);
@@ -256,22 +271,28 @@ static void one_ask(Session *plain, Session *s, int number, const char *name) {
         session_forget(s);
         const Answer got = tell(s, &a);
         compare(&got, &want, where, guessers[k].who);
-        sums[k].drafted += got.drafts.drafted, sums[k].accepted += got.drafts.accepted;
+        sums[k].drafted += got.drafts.drafted;
+        sums[k].accepted += got.drafts.accepted;
         if (k == 1) continue;
         const Answer more = tell(s, &second);
-        compare(&more, &after, where, "no form behind one with guesses");
+        compare(&more, &after, where, "no grammar after one with drafts");
     }
 }
 
-// ---- company ----------------------------------------------------------------------------------------------------------
+// ---- several
+// sessions------------------------------------------------------------------------------------------------------
 
-// Sessions in common steps, the last of which begins beside the others' answers.
+// Sessions that share steps; the last one starts while the others answer.
 static void in_company(Session *s, int n, const char *name) {
     const SpecKind drafter = s->m->drafter->kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(s->m);
-    Ask ask[COMPANY] = { { .form = BY_SCHEMA, .budget = -1, .n = 40, .temperature = 1 }, { .form = FREE, .budget = -1, .n = 30 },
-                         { .form = BY_TOOLS, .budget = -1, .n = 40 }, { .form = BY_GRAMMAR, .budget = -1, .n = 40, .temperature = 1 } };
-    const Drafting drafting[COMPANY] = { { .kind = SPEC_NGRAM, .n_max = 6 }, { .kind = drafter, .n_max = 4 }, { .kind = SPEC_OFF },
-                                         { .kind = drafter, .n_max = 3 } };
+    Ask ask[COMPANY] = {
+        { .form = BY_SCHEMA, .budget = -1, .n = 40, .temperature = 1 },
+        { .form = FREE, .budget = -1, .n = 30 },
+        { .form = BY_TOOLS, .budget = -1, .n = 40 },
+        { .form = BY_GRAMMAR, .budget = -1, .n = 40, .temperature = 1 },
+    };
+    const Drafting drafting[COMPANY] = { { .kind = SPEC_NGRAM, .n_max = 6 }, { .kind = drafter, .n_max = 4 },
+                                         { .kind = SPEC_OFF }, { .kind = drafter, .n_max = 3 } };
     Answer alone[COMPANY] = { 0 }, together[COMPANY] = { 0 };
     Grammar g[COMPANY];
     bool runs[COMPANY] = { false };
@@ -287,25 +308,32 @@ static void in_company(Session *s, int n, const char *name) {
         int who[COMPANY];
         n_runs = 0;
         for (int k = 0; k < n; k++) {
-            if (round == (k == n - 1 ? 6 : 0)) begin(&s[k], &ask[k], &g[k]), runs[k] = true;
-            if (runs[k]) who[n_runs] = k, some[n_runs++] = &s[k];
+            if (round == (k == n - 1 ? 6 : 0)) {
+                begin(&s[k], &ask[k], &g[k]);
+                runs[k] = true;
+            }
+            if (runs[k]) {
+                who[n_runs] = k;
+                some[n_runs++] = &s[k];
+            }
         }
         if (n_runs) sessions_next(some, n_runs, e);
         for (int i = 0; i < n_runs; i++) runs[who[i]] = took(some[i], &e[i], &together[who[i]]);
     }
     for (int k = 0; k < n; k++) {
-        compare(&together[k], &alone[k], name, k == 1 ? "in company, no form" : "in company");
+        compare(&together[k], &alone[k], name, k == 1 ? "with others, no grammar" : "in company");
         if (ask[k].form != FREE) grammar_free(&g[k]);
     }
 }
 
 static void one_pair(const char *path, const char *drafter) {
-    const ModelOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = 320, .n_seqs = COMPANY, .n_batch = 256,
-                            .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16 };
+    const ModelOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = 320, .n_seqs = COMPANY,
+                             .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16 };
     ModelOptions small = o;
     const char *name = strrchr(path, '/') + 1;
     Session s[COMPANY], t[2];
-    small.n_ctx = 40, small.n_seqs = 2;
+    small.n_ctx = 40;
+    small.n_seqs = 2;
     Model *m = open_pair(path, o), *tight = open_pair(path, small);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (!grammar_vocab_init(&vocab, &tok)) abort();
@@ -313,7 +341,7 @@ static void one_pair(const char *path, const char *drafter) {
     for (int k = 0; k < 2; k++) init_session(&t[k], tight, &tok, k);
     for (int i = 0; i < (int)(sizeof asks / sizeof *asks); i++) {
         const bool full = asks[i].form == BY_SHIFTING;
-        if (drafter && m->drafter->kind == DRAFTER_DFLASH && i % 2) continue;            // the other pair has tried these
+        if (drafter && m->drafter->kind == DRAFTER_DFLASH && i % 2) continue;            // tested with the other pair
         one_ask(full ? &t[0] : &s[0], full ? &t[1] : &s[1], i, name);
     }
     if (m->drafter->kind != DRAFTER_DFLASH) in_company(s, COMPANY, name);
@@ -337,10 +365,10 @@ int main(int argc, char **argv) {
         for (int k = 1; k < argc; k++) wanted |= !strcmp(argv[k], pairs[i].name);
         if (wanted) one_pair(pairs[i].model, pairs[i].drafter);
     }
-    for (int k = 0; k < 3 && argc < 2; k++) {          // auto need not guess on every machine
-        CHECK(sums[k].drafted > 0 && sums[k].accepted > 0, "%s: %d of %d guesses were right", guessers[k].who, sums[k].accepted,
-              sums[k].drafted);
-        printf("# %s: %d of %d guesses right\n", guessers[k].who, sums[k].accepted, sums[k].drafted);
+    for (int k = 0; k < 3 && argc < 2; k++) {          // auto may not draft on every machine
+        CHECK(sums[k].drafted > 0 && sums[k].accepted > 0, "%s: %d of %d drafts were accepted", guessers[k].who,
+              sums[k].accepted, sums[k].drafted);
+        printf("# %s: %d of %d drafts accepted\n", guessers[k].who, sums[k].accepted, sums[k].drafted);
     }
     return test_done("forms");
 }
