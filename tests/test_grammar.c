@@ -1,7 +1,7 @@
-/* test_grammar.c - grammars, JSON schemas and tools as constraints: texts that they accept and refuse, fed by bytes and by
- * tokens; masks against every token tried; random grammars against a naive matcher; answers drawn from masks against a
- * validator of schemas; errors, limits, memory.    build/test_grammar [-time] prints what masks take, too.
- * Uses the tokenizer of models/gemma4-mini-q8_0.gguf, and Gemma 4's own vocabulary where there is gzip. */
+/* test_grammar.c - grammars, JSON schemas and tools as constraints: texts that they accept and refuse, by bytes and by
+ * tokens; masks compared with trying every token; random grammars against a naive matcher; answers sampled from masks
+ * against a schema validator; errors, limits, memory. build/test_grammar [-time] also prints the time of masks. Uses
+ * the tokenizer of models/gemma4-mini-q8_0.gguf, and Gemma 4's vocabulary if there is gzip. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #define GGUF_IMPLEMENTATION
 #include "../gguf.h"
@@ -22,7 +22,7 @@ static GrammarVocab vocab;
 
 // ---- feeding --------------------------------------------------------------------------------------------------------
 
-// Feeds a text: 2 it is complete, 1 more has to follow, 0 it is refused.
+// Feeds a text. Returns 2: complete; 1: more must follow; 0: refused.
 static int feed_bytes(Grammar *g, const char *s, size_t n) {
     GrammarState state = grammar_start(g, START_ANSWER);
     g->work = GRAMMAR_WORK;
@@ -32,7 +32,7 @@ static int feed_bytes(Grammar *g, const char *s, size_t n) {
 
 static bool in_mask(const uint32_t *mask, int32_t id) { return mask[id / 32] >> id % 32 & 1; }
 
-// The same by tokens, each of which the mask has to allow.
+// The same by tokens, which the mask must allow.
 static int feed_ids(Grammar *g, const TokIds *ids) {
     uint32_t *mask = alloc(((size_t)g->t->n_tokens + 31) / 32 * 4);
     GrammarState state = grammar_start(g, START_ANSWER);
@@ -53,13 +53,13 @@ static int feed_tokens(Grammar *g, const char *s, size_t n, TokMode mode) {
     return got;
 }
 
-// Texts behind each other, each with a mark: + complete, . may go on, - refused.
+// Texts one after another, each with a mark: + complete, . incomplete, - refused.
 static void check_texts(Grammar *g, const char *what, const char *const *texts) {
     for (; *texts; texts++) {
         const char *s = *texts + 1;
         const int want = **texts == '+' ? 2 : **texts == '.';
         uint32_t c;
-        bool utf8 = true;                              // of anything else tokens make other bytes
+        bool utf8 = true;                              // tokens cannot represent invalid UTF-8
         for (size_t i = 0; utf8 && s[i]; ) {
             const int len = tok_read_utf8((const unsigned char *)s + i, strlen(s + i), &c);
             utf8 = len > 0;
@@ -84,7 +84,8 @@ static void test_gbnf(void) {
         { "root ::=\n  \"a\"{2,3} |\n \"b\"{2} | \"c\"{2,} | \"d\"? \"e\"", { "+aa", "+aaa", "-aaaa", ".a", "+bb",
           "-bbb", "+cc", "+cccc", ".c", "+e", "+de" } },
         { "root ::= \"\\x41\\u00e9\\U0001F600\\\"\\n\\\\\"", { "+A\xc3\xa9\xf0\x9f\x98\x80\"\n\\", ".A\xc3", "-B" } },
-        { "root ::= [\\u00e0-\\u00ff\xe2\x82\xac]+ .", { "+\xc3\xa0\xc3\xbf!", "+\xe2\x82\xac\xf0\x9f\x98\x80", "-\xc3\x9f" } },
+        { "root ::= [\\u00e0-\\u00ff\xe2\x82\xac]+ .",
+          { "+\xc3\xa0\xc3\xbf!", "+\xe2\x82\xac\xf0\x9f\x98\x80", "-\xc3\x9f" } },
         { "root ::= [a\\-z\\]]+", { "+a-z]", "-b" } },
         { "root ::= [a-]+", { "+a-", "-b" } },
         { "root ::= \"(\" root \")\" | \"\"", { "+", "+()", "+((()))", ".(()", "-)", "-())" } },
@@ -107,9 +108,10 @@ static void test_gbnf(void) {
     }
 }
 
-// Ranges of characters, at and around their ends and those of each length.
+// Ranges of characters, at and around their ends and the limits of UTF-8 lengths.
 static void test_ranges(void) {
-    static const uint32_t edges[] = { 0, 0x7F, 0x80, 0x7FF, 0x800, 0xFFF, 0x1000, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x3FFFF, 0x40000, 0x10FFFF };
+    static const uint32_t edges[] = { 0, 0x7F, 0x80, 0x7FF, 0x800, 0xFFF, 0x1000, 0xD7FF, 0xE000, 0xFFFF, 0x10000,
+                                      0x3FFFF, 0x40000, 0x10FFFF };
     enum { N = sizeof edges / sizeof *edges };
     for (int round = 0; round < 200; round++) {
         Grammar g;
@@ -124,10 +126,11 @@ static void test_ranges(void) {
         grammar_init(&g, &vocab);
         add_chars(&c, lo, hi);
         if (inverted) invert_chars(&c);
-        if (grammar_ready(&g, expr_chars(&g, &c)))     // else there are none
+        if (grammar_ready(&g, expr_chars(&g, &c)))     // else the set is empty
             for (int k = 0; k < 60; k++) {
                 const int64_t near = (int64_t)(k % 3 ? ends[k % 2] : edges[rnd(N)]) + (int64_t)rnd(200) - 100;
-                const uint32_t x = near < 0 || near > LAST_CHAR || (near >= 0xD800 && near < 0xE000) ? 'a' : (uint32_t)near;
+                const uint32_t x = near < 0 || near > LAST_CHAR ||
+                    (near >= 0xD800 && near < 0xE000) ? 'a' : (uint32_t)near;
                 char text[4];
                 const bool want = (lo <= x && x <= hi) != inverted, got = feed_bytes(&g, text, gguf_utf8(x, text)) == 2;
                 CHECK(got == want, "%sU+%04X..U+%04X: U+%04X is %d", inverted ? "not " : "", lo, hi, x, got);
@@ -145,7 +148,8 @@ static void test_gbnf_errors(void) {
           { "root ::= (\"a\"\n", "expected a ')'" },
         { "root ::= \"\\q\"", "line 1: expected one of" }, { "root ::= \"\\x4\"", "expected 2 hexadecimal" },
           { "root ::= \"\\ud800\"", "U+D800" },
-        { "root ::= [z-a]", "ascending range" }, { "root ::= \"a\"{3,2}", "m <= n" }, { "root ::= \"a\"{,2}", "expected {m}" },
+        { "root ::= [z-a]", "ascending range" }, { "root ::= \"a\"{3,2}", "m <= n" },
+        { "root ::= \"a\"{,2}", "expected {m}" },
         { "root ::= \"a\"{99999999}", "at most" }, { "root ::= root \"a\" | \"b\"",
           "line 1: the rule 'root' begins with itself" },
         { "root ::= a\na ::= \"\"? b\nb ::= a \"x\" | \"y\"", "begins with itself" }, { "root ::= \"a\" ]",
@@ -185,11 +189,13 @@ static const struct { const char *schema, *texts[16]; } schemas[] = {
       "-130", "--10" } },
     { "{\"type\":\"integer\",\"exclusiveMinimum\":9,\"exclusiveMaximum\":21}", { ".1", "+10", "+19", "+20", "-21", "-9",
       "-100" } },
-    { "{\"type\":\"integer\",\"minimum\":1}", { "+1", "-0", "--", "+99999", "+987654321012345678", "-1234567890123456789" } },
+    { "{\"type\":\"integer\",\"minimum\":1}", { "+1", "-0", "--", "+99999", "+987654321012345678",
+                                                "-1234567890123456789" } },
     { "{\"type\":\"integer\",\"maximum\":-10}", { "+-10", ".-9", "-1", "+-11", "+-999" } },
     { "{\"type\":\"number\",\"minimum\":0,\"maximum\":1}", { "+0", "+0.5", "+1", "-1.5", "--", "+0.0" } },
     { "{\"type\":\"number\",\"exclusiveMinimum\":0}", { ".0", ".0.0", "+0.01", "+3", "+3.0" } },
-    { "{\"type\":\"number\",\"minimum\":-2,\"exclusiveMaximum\":3}", { "+-2", "--2.5", "+-1.5", "+2.99", "-3", "+-0.5" } },
+    { "{\"type\":\"number\",\"minimum\":-2,\"exclusiveMaximum\":3}",
+      { "+-2", "--2.5", "+-1.5", "+2.99", "-3", "+-0.5" } },
     { "{\"type\":\"boolean\"}", { "+true", "+false", "-null" } },
     { "{\"type\":[\"string\",\"null\"]}", { "+null", "+\"x\"", "-1" } },
     { "{\"type\":\"string\",\"nullable\":true}", { "+null", "+\"x\"", "-1" } },
@@ -197,7 +203,8 @@ static const struct { const char *schema, *texts[16]; } schemas[] = {
       "+null", "+{\"a\":[1,\"b\"]}", "+[]", "-\"r\"" } },
     { "{\"type\":\"string\",\"enum\":[\"a\",\"b\",3]}", { "+\"a\"", "-3" } },
     { "{\"const\":\"x\\\"y\"}", { "+\"x\\\"y\"", "-\"y" } },
-    { "{\"type\":\"array\",\"items\":{\"type\":\"integer\"}}", { "+[]", "+[1]", "+[1, 2,3]", "-[1,]", "-[ ", "-[1,  2" } },
+    { "{\"type\":\"array\",\"items\":{\"type\":\"integer\"}}",
+      { "+[]", "+[1]", "+[1, 2,3]", "-[1,]", "-[ ", "-[1,  2" } },
     { "{\"type\":\"array\",\"items\":{\"type\":\"integer\"},\"minItems\":2,\"maxItems\":3}", { ".[1", "-[1]", "+[1,2]",
       "+[1,2,3]", "-[1,2,3,", "-[]" } },
     { "{\"type\":\"array\",\"items\":{},\"maxItems\":0}", { "+[]", "-[1" } },
@@ -206,7 +213,8 @@ static const struct { const char *schema, *texts[16]; } schemas[] = {
       { "+[]", "+[1]", "+[1,\"a\"]", "+[1,\"a\",true,false]", "-[\"a\"", "-[1,2" } },
     { "{\"type\":\"array\",\"prefixItems\":[{\"type\":\"integer\"},{\"type\":\"string\"}],\"items\":false,\"minItems\":2}",
       { "-[1]", "+[1,\"a\"]", "-[1,\"a\"," } },
-    { "{\"type\":\"array\",\"items\":[{\"type\":\"integer\"},{\"type\":\"null\"}],\"maxItems\":1}", { "+[]", "+[1]", "-[1," } },
+    { "{\"type\":\"array\",\"items\":[{\"type\":\"integer\"},{\"type\":\"null\"}],\"maxItems\":1}",
+      { "+[]", "+[1]", "-[1," } },
     { "{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"},\"b\":{\"type\":\"integer\"},\"c\":{\"type\":\"integer\"}},\"required\":[\"b\"]}",
       { "+{\"b\":1}", "+{\"a\":1,\"b\":2}", "+{\"a\":1, \"b\": 2, \"c\": 3}", "+{\"b\":2,\"c\":3}", "-{}", "-{\"c\"",
         "-{\"a\":1,\"c\"", "-{\"b\":1,\"d\"", "-{\"a\":1}", "-{\"b\":1,\"a\"" } },
@@ -216,8 +224,10 @@ static const struct { const char *schema, *texts[16]; } schemas[] = {
       { "+{}", "+{\"ab\":1}", "+{\"ab\":1,\"abc\":\"x\"}", "+{\"a\":\"x\"}", "+{\"\":\"x\"}", "-{\"ab\":\"x",
         "-{\"a\":1", "+{\"\xc3\xa9\":\"x\",\"b\":\"\"}" } },
     { "{\"properties\":{\"b\":{},\"a\":{},\"bc\":{},\"ab\":{}},\"additionalProperties\":{\"type\":\"null\"}}",
-      { "+{\"b\":1,\"bcd\":null}", "+{\"ba\":null}", "+{\"bc\":1}", "-{\"bcd\":1", "-{\"c\":null,\"bc\"", "-{\"c\":null,\"ab\"" } },
-    { "{\"type\":\"object\",\"additionalProperties\":{\"type\":\"integer\"}}", { "+{\"x\":1,\"y\": 2}", "-{\"x\":\"", "+{}" } },
+      { "+{\"b\":1,\"bcd\":null}", "+{\"ba\":null}", "+{\"bc\":1}", "-{\"bcd\":1", "-{\"c\":null,\"bc\"",
+        "-{\"c\":null,\"ab\"" } },
+    { "{\"type\":\"object\",\"additionalProperties\":{\"type\":\"integer\"}}",
+      { "+{\"x\":1,\"y\": 2}", "-{\"x\":\"", "+{}" } },
     { "{\"type\":\"object\",\"required\":[\"q\"]}", { "+{\"q\":[1]}", "-{}", "+{\"q\":1,\"r\":2}" } },
     { "{\"anyOf\":[{\"type\":\"integer\"},{\"type\":\"object\",\"properties\":{\"k\":{\"const\":1}},\"required\":[\"k\"]}]}",
       { "+7", "+{\"k\":1}", "-{}", "-\"" } },
@@ -252,7 +262,8 @@ static const struct { const char *schema, *texts[16]; } schemas[] = {
     { "{\"type\":\"string\",\"format\":\"ipv4\"}", { "+\"127.0.0.1\"", "-\"256", "-\"1.2.3\"" } },
     { "{\"type\":\"string\",\"format\":\"email\"}", { "+\"a.b@c-d.org\"", "-\"a@b\"" } },
     { "{\"title\":\"t\",\"x-note\":1,\"default\":3,\"type\":\"integer\",\"examples\":[1]}", { "+5" } },
-    { "{\"type\":\"object\",\"properties\":{\"a\":false,\"b\":{\"type\":\"null\"}}}", { "+{}", "-{\"a", "+{\"b\":null}" } },
+    { "{\"type\":\"object\",\"properties\":{\"a\":false,\"b\":{\"type\":\"null\"}}}",
+      { "+{}", "-{\"a", "+{\"b\":null}" } },
     { "{\"type\":\"object\",\"properties\":{\"a\\\"\\n\":{\"type\":\"null\"},\"a\\u0022\\n\":{\"type\":\"null\"}}}",
       { "+{\"a\\\"\\n\":null}" } },
 };
@@ -271,7 +282,8 @@ static void test_schema_errors(void) {
         { "", "schema: byte 0: expected" }, { "{", "schema: byte 1" }, { "3", "schema: #: expected a schema" },
           { "{\"type\":\"strin\"}", "#/type: expected the name of a type" },
         { "{\"properties\":{\"a\":{\"not\":{}}}}", "schema: #/properties/a/not: this keyword is not supported" },
-        { "{\"type\":\"object\",\"patternProperties\":{}}", "#/patternProperties" }, { "{\"items\":{\"if\":1}}", "#/items/if" },
+        { "{\"type\":\"object\",\"patternProperties\":{}}", "#/patternProperties" },
+        { "{\"items\":{\"if\":1}}", "#/items/if" },
         { "{\"$ref\":\"#/$defs/x\"}", "#/$ref: expected # or a path" }, { "{\"$ref\":\"http://x\"}", "#/$ref" },
           { "{\"$ref\":\"#\"}", "refers only to itself" },
         { "{\"anyOf\":[{\"$ref\":\"#\"},{\"type\":\"null\"}]}", "refers only to itself" },
@@ -286,7 +298,8 @@ static void test_schema_errors(void) {
           { "{\"type\":\"number\",\"multipleOf\":0.1}", "#/multipleOf" },
         { "{\"type\":\"array\",\"uniqueItems\":true}", "#/uniqueItems" }, { "{\"type\":\"array\",\"contains\":{}}",
           "#/contains" },
-        { "{\"oneOf\":[{\"type\":\"number\"},{\"type\":\"integer\"}]}", "#/oneOf/1: a value may match both this and number 0" },
+        { "{\"oneOf\":[{\"type\":\"number\"},{\"type\":\"integer\"}]}",
+          "#/oneOf/1: a value may match both this and number 0" },
         { "{\"oneOf\":[{\"type\":\"object\",\"properties\":{\"a\":{}}},{\"type\":\"object\",\"properties\":{\"b\":{}}}]}",
           "#/oneOf/1" },
         { "{\"allOf\":[{\"type\":\"string\",\"maxLength\":3},{\"maxLength\":4}]}", "two combined schemas both have it" },
@@ -312,14 +325,15 @@ static void test_schema_errors(void) {
     }
 }
 
-// ---- answers drawn from masks, against a validator ------------------------------------------------------------------
+// ---- answers sampled from masks, against a validator ----------------------------------------------------------------
 
-static bool same_json(const GgufJson *a, const GgufJson *b) {          // as texts, but for escapes
+static bool same_json(const GgufJson *a, const GgufJson *b) {          // compares texts, except for escapes
     if (a->type != b->type) return false;
     if (a->type == GGUF_J_STRING) {
         const TokStr x = json_text(a), y = json_text(b);
         const bool same = same_text(x, y);
-        free_str(x), free_str(y);
+        free_str(x);
+        free_str(y);
         return same;
     }
     return a->n == b->n && memcmp(a->s, b->s, a->n) == 0;
@@ -372,7 +386,10 @@ static bool fits_array(const GgufJson *root, const GgufJson *schema, const GgufJ
     gguf_json_float(&bound, &lo);
     bound = field(schema, "maxItems");
     gguf_json_float(&bound, &hi);
-    if (items.type == GGUF_J_ARRAY) first = items, items = (GgufJson){ GGUF_J_NULL, "null", 4 };
+    if (items.type == GGUF_J_ARRAY) {
+        first = items;
+        items = (GgufJson){ GGUF_J_NULL, "null", 4 };
+    }
     for (; gguf_json_next(&rest, NULL, &x); n++) {
         if (first.type == GGUF_J_ARRAY && gguf_json_next(&first, NULL, &want)) {
             if (!fits(root, &want, &x)) return false;
@@ -381,7 +398,7 @@ static bool fits_array(const GgufJson *root, const GgufJson *schema, const GgufJ
     return n >= lo && n <= hi;
 }
 
-// JSON Schema as far as the schemas above use it, but for pattern and format.
+// A validator for the parts of JSON Schema that are used above, without pattern and format.
 static bool fits(const GgufJson *root, const GgufJson *schema, const GgufJson *v) {
     static const struct { const char *name; int what; } bounds[] = { { "minimum", 0 }, { "maximum", 1 },
         { "exclusiveMinimum", 2 }, { "exclusiveMaximum", 3 } };
@@ -408,7 +425,10 @@ static bool fits(const GgufJson *root, const GgufJson *schema, const GgufJson *v
     for (int k = 0; k < 3; k++) {
         if (!gguf_json_get(schema, k == 0 ? "allOf" : k == 1 ? "anyOf" : "oneOf", &rest)) continue;
         int held = 0, all = 0;
-        while (gguf_json_next(&rest, NULL, &x)) all++, held += fits(root, &x, v);
+        while (gguf_json_next(&rest, NULL, &x)) {
+            all++;
+            held += fits(root, &x, v);
+        }
         if (k == 0 ? held < all : k == 1 ? held == 0 : held != 1) return false;
     }
     if (v->type == GGUF_J_NUMBER && gguf_json_float(v, &a))
@@ -416,14 +436,16 @@ static bool fits(const GgufJson *root, const GgufJson *schema, const GgufJson *v
             if (gguf_json_get(schema, bounds[k].name, &x) && gguf_json_float(&x, &b)
               && (k == 0 ? a < b : k == 1 ? a > b : k == 2 ? a <= b : a >= b)) return false;
     if (v->type == GGUF_J_STRING) {
-        if (gguf_json_get(schema, "minLength", &x) && gguf_json_float(&x, &b) && (double)count_chars(v) < b) return false;
-        if (gguf_json_get(schema, "maxLength", &x) && gguf_json_float(&x, &b) && (double)count_chars(v) > b) return false;
+        if (gguf_json_get(schema, "minLength", &x) && gguf_json_float(&x, &b) && (double)count_chars(v) < b)
+            return false;
+        if (gguf_json_get(schema, "maxLength", &x) && gguf_json_float(&x, &b) && (double)count_chars(v) > b)
+            return false;
     }
     return v->type == GGUF_J_OBJECT ? fits_object(root, schema, v) : v->type == GGUF_J_ARRAY ? fits_array(root, schema,
         v) : true;
 }
 
-// A token of the mask; once a text is long, rather one that brings it to an end.
+// A random token of the mask; when a text is long, preferably one that ends it.
 static int32_t draw_token(const uint32_t *mask, size_t length) {
     static int32_t allowed[1 << 18], closing[1 << 18];
     int n = 0, n_closing = 0;
@@ -439,14 +461,15 @@ static int32_t draw_token(const uint32_t *mask, size_t length) {
     return n_closing && rnd(4) ? closing[rnd((uint32_t)n_closing)] : allowed[rnd((uint32_t)n)];
 }
 
-// Draws until the text is complete. False: it went on for long, which is no fault.
+// Samples until the text is complete. False: it became too long, which is not a failure.
 static bool draw_text(Grammar *g, TokIds *ids, TokText *text, GrammarStart how) {
     uint32_t *mask = alloc(((size_t)t.n_tokens + 31) / 32 * 4);
     GrammarState s = grammar_start(g, how);
     bool done = false;
     text->n = ids->n = 0;
     while (!done && text->n < 600) {
-        if (!CHECK(grammar_mask(g, s, mask, t.n_tokens), "no mask: %s after %.*s", g->err, (int)text->n, text->s)) break;
+        if (!CHECK(grammar_mask(g, s, mask, t.n_tokens), "no mask: %s after %.*s", g->err, (int)text->n, text->s))
+            break;
         const int32_t id = draw_token(mask, text->n);
         if (!CHECK(grammar_advance(g, &s, id), "token %d of the mask is refused", id)) break;
         append(ids, id);
@@ -512,7 +535,8 @@ static void test_tools(void) {
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Grammar g;
-        if (CHECK(grammar_from_tools(&g, &vocab, str(TOOLS), cases[i].wanted, cases[i].several, (TokStr){ NULL, 0 }), "%s", g.err)) {
+        if (CHECK(grammar_from_tools(&g, &vocab, str(TOOLS), cases[i].wanted, cases[i].several, (TokStr){ NULL, 0 }),
+                  "%s", g.err)) {
             const int got = feed_tokens(&g, cases[i].text, strlen(cases[i].text), TOK_SPECIAL);
             CHECK(got == cases[i].want, "%s: %d, want %d", cases[i].text, got, cases[i].want);
         }
@@ -523,18 +547,20 @@ static void test_tools(void) {
           NULL, "tools[0]: expected the name" },
         { "[{\"name\":\"a{\"}]", NULL, "tools[0]: expected a name without" },
           { "[{\"name\":\"a\",\"parameters\":{\"not\":1}}]", NULL, "tools[0].parameters: #/not" },
-        { "[{\"name\":\"a\",\"parameters\":{\"type\":\"string\"}}]", NULL, "no text matches" }, { "[", NULL, "tools: byte 1" },
+        { "[{\"name\":\"a\",\"parameters\":{\"type\":\"string\"}}]", NULL, "no text matches" },
+        { "[", NULL, "tools: byte 1" },
     };
     for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
         Grammar g;
-        const bool ok = grammar_from_tools(&g, &vocab, str(errors[i].tools), errors[i].wanted, false, (TokStr){ NULL, 0 });
+        const bool ok = grammar_from_tools(&g, &vocab, str(errors[i].tools), errors[i].wanted, false,
+                                           (TokStr){ NULL, 0 });
         CHECK(!ok && strstr(g.err, errors[i].want), "%s: '%s', want '%s'", errors[i].tools, ok ? "accepted" : g.err,
           errors[i].want);
         grammar_free(&g);
     }
 }
 
-// Drawn calls are read back by the tokenizer's parser, and their arguments fit the parameters.
+// The tokenizer's parser reads sampled calls back, and their arguments match the parameters.
 static void test_drawn_calls(void) {
     Grammar g;
     TokIds ids = { 0 };
@@ -551,7 +577,8 @@ static void test_drawn_calls(void) {
         n_done++;
         tok_reply_start(&t, &r, NULL, 0);
         for (size_t i = 0; i < ids.n; i++) tok_reply_push(&t, &r, ids.ids[i]);
-        CHECK(r.finish == TOK_TOOL_CALLS && r.n_calls > 0 && r.content.n == 0, "no call, but %.*s", (int)text.n, text.s);
+        CHECK(r.finish == TOK_TOOL_CALLS && r.n_calls > 0 && r.content.n == 0, "no call, but %.*s", (int)text.n,
+              text.s);
         for (int i = 0; i < r.n_calls; i++) {
             const TokStr a = r.calls[i].arguments;
             bool known = false;
@@ -584,10 +611,11 @@ static void check_mask(Grammar *g, GrammarState s, const char *what, size_t wher
         if (grammar_advance(g, &copy, id) != in_mask(mask, id)) wrong = id;
     }
     CHECK(ok && wrong < 0, "%.80s: byte %zu: token %d (%s)", what, where, wrong, g->err);
-    g->stack_sets[s].large = true;                          // by top frames, as where much is to be visited
-    CHECK(grammar_mask(g, s, parts, g->t->n_tokens) && memcmp(mask, parts, words * 4) == 0, "%.80s: byte %zu: by parts (%s)", what,
-          where, g->err);
-    free(mask), free(parts);
+    g->stack_sets[s].large = true;                          // forces the walk by top frames
+    CHECK(grammar_mask(g, s, parts, g->t->n_tokens) && memcmp(mask, parts, words * 4) == 0,
+          "%.80s: byte %zu: by parts (%s)", what, where, g->err);
+    free(mask);
+    free(parts);
 }
 
 static void check_masks(Grammar *g, const char *what, const char *text, size_t every) {
@@ -611,7 +639,8 @@ static void test_masks(void) {
     for (size_t i = 0; i < sizeof schemas / sizeof *schemas; i++) {
         Grammar g;
         grammar_from_schema(&g, &vocab, str(schemas[i].schema));
-        for (const char *const *text = schemas[i].texts; *text; text++) check_masks(&g, schemas[i].schema, *text + 1, 3);
+        for (const char *const *text = schemas[i].texts; *text; text++)
+            check_masks(&g, schemas[i].schema, *text + 1, 3);
         grammar_free(&g);
     }
     for (size_t i = 0; i < sizeof gbnf / sizeof *gbnf; i++) {
@@ -637,14 +666,14 @@ static int random_expr(Grammar *g, int depth, int rule, int n_rules) {
     }
     const int list = new_expr(g, kind < 8 ? EXPR_SEQ : EXPR_ALT, 0, 0, 0);
     for (int n = 1 + (int)rnd(3); n > 0; n--) add_expr(g, list, random_expr(g, depth - 1, rule, n_rules));
-    if (kind == 7 && rnd(3) == 0) {                    // a rule calls itself behind something
+    if (kind == 7 && rnd(3) == 0) {                    // a rule calls itself after something
         add_expr(g, list, expr_word(g, "b"));
         add_expr(g, list, expr_maybe(g, expr_call(g, rule)));
     }
     return list;
 }
 
-// Where an expression can end that begins at i of s[0..n): bits of positions.
+// The positions, as bits, at which an expression can end if it begins at i of s[0..n).
 static uint32_t ends_of(const Grammar *g, int e, const char *s, int n, int i, int depth) {
     const Expr x = g->exprs[e];
     uint32_t at = 0, next;
@@ -736,7 +765,7 @@ static void test_states(void) {
         t.turn_close), "no end inside");
     CHECK(!grammar_advance(&g, &(GrammarState){ s }, -1) && !grammar_advance(&g, &(GrammarState){ s }, t.n_tokens),
         "no such token");
-    size_t largest = 0;                                // a long list: each item is a set that was never seen
+    size_t largest = 0;                                // a long list: each item makes a new set
     for (int i = 0; i < 6000 && s; i++) {
         const char *text = i ? ",[\"one two three\"]" : "[\"one two three\"]";
         ids.n = 0;
@@ -753,7 +782,7 @@ static void test_states(void) {
     grammar_free(&g);
 }
 
-// A list that a rule writes by calling itself last goes on beyond any depth; nesting ends where stacks do.
+// A list by tail recursion can be longer than any depth; nesting ends at the limit of stacks.
 static void test_depth(void) {
     char text[2 * GRAMMAR_DEPTH];
     Grammar g;
@@ -800,9 +829,9 @@ static double seconds(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// Work is counted in calls of functions: a time would depend on the machine and on what else it does. make builds this
-// test with -finstrument-functions, so each call comes here first.
-enum { MANY_CALLS = 50 * 1000 * 1000 };                // the most is 24 million
+// Work is counted in function calls, because times depend on the machine and its load. make builds this test with
+// -finstrument-functions, which calls this function at every call.
+enum { MANY_CALLS = 50 * 1000 * 1000 };                // the largest count is 24 million
 static int64_t n_calls;
 __attribute__((no_instrument_function)) void __cyg_profile_func_enter(void *function, void *from);
 __attribute__((no_instrument_function)) void __cyg_profile_func_exit(void *function, void *from);
@@ -813,9 +842,10 @@ static void add_text(TokText *out, const char *s) {
     if (!tok_text_append(out, s, strlen(s))) exit(1);
 }
 
-// What is meant to take long, much memory or deep recursion is refused or done, without many calls.
+// Inputs that try to take much time, memory or recursion are refused or processed without many calls.
 static void test_limits(void) {
-    static const struct { const char *first, *each, *last, *want; int n; } cases[] = {     // want NULL: accepted; "?": either
+    // want NULL: accepted; "?": either
+    static const struct { const char *first, *each, *last, *want; int n; } cases[] = {
         { "root ::= ", "(", "", "nested groups", 5000 }, { "root ::= \"a\"\n", "x%d ::= \"b\"\n", "", "rules",
           9000 }, { "root ::= ", "\"a\" ", "", NULL, 40000 },
         { "root ::= x0\n", "x%d ::= \"a\" | x%d \"b\"\n", "x4000 ::= \"c\"", NULL, 4000 }, { "root ::= ", "[a%d] ", "",
@@ -828,7 +858,8 @@ static void test_limits(void) {
         { "{\"properties\":{\"x\":{}", ",\"p%d\":{}", "},\"additionalProperties\":{}}", "?", 300 },
           { "{\"$ref\":\"#/$defs/d0\",\"$defs\":{", "\"d%d\":{\"$ref\":\"#/$defs/d%d\"},", "\"x\":{}}}", "?", 3000 },
         { "{\"$ref\":\"#/$defs/d0\",\"$defs\":{",
-          "\"d%d\":{\"allOf\":[{\"$ref\":\"#/$defs/d%d\"},{\"$ref\":\"#/$defs/d%d\"}]},", "\"d20\":{}}}", "at most 16 combined schemas", 20 },
+          "\"d%d\":{\"allOf\":[{\"$ref\":\"#/$defs/d%d\"},{\"$ref\":\"#/$defs/d%d\"}]},", "\"d20\":{}}}",
+          "at most 16 combined schemas", 20 },
         { "{\"oneOf\":[{}", ",{\"type\":\"object\",\"properties\":{\"k\":{\"const\":%d}},\"required\":[\"k\"]}", "]}",
           "?", 200 },
     };
@@ -840,13 +871,14 @@ static void test_limits(void) {
         for (int k = 0; k < cases[i].n; k++) {
             const char *each = cases[i].each;
             if (strchr(each, '%')) snprintf(line, sizeof line, "%s", "");
-            for (char *out = line; ; ) {               // numbers: k, and k + 1 from the second on
+            for (char *out = line; ; ) {               // replaces numbers by k and k + 1
                 const char *at = strstr(each, "%d");
                 if (!at) {
                     snprintf(out, sizeof line - (size_t)(out - line), "%s", each);
                     break;
                 }
-                out += snprintf(out, sizeof line - (size_t)(out - line), "%.*s%d", (int)(at - each), each, k + (out != line));
+                out += snprintf(out, sizeof line - (size_t)(out - line), "%.*s%d", (int)(at - each), each,
+                                k + (out != line));
                 each = at + 2;
             }
             add_text(&text, line);
@@ -861,14 +893,15 @@ static void test_limits(void) {
         const bool right = !cases[i].want ? ok : cases[i].want[0] == '?' || (!ok && strstr(g.err, cases[i].want));
         CHECK(right, "%s %s x %d: %s, want %s", cases[i].first, cases[i].each, cases[i].n, ok ? "accepted" : g.err,
           cases[i].want ? cases[i].want : "accepted");
-        CHECK(took > 0 && took < MANY_CALLS, "%s %s x %d: %lld calls", cases[i].first, cases[i].each, cases[i].n, (long long)took);
+        CHECK(took > 0 && took < MANY_CALLS, "%s %s x %d: %lld calls", cases[i].first, cases[i].each, cases[i].n,
+              (long long)took);
         if (ok) check_mask(&g, grammar_start(&g, START_ANSWER), cases[i].each, 0);
         grammar_free(&g);
         tok_text_free(&text);
     }
 }
 
-// Grammars whose texts can be read in very many ways end with a line, without many calls.
+// Very ambiguous grammars fail with one line, without many calls.
 static void test_ambiguous(void) {
     static const char *const texts[] = { "root ::= (\"a\" | \"aa\" | \"aaa\"){0,100000} \"b\"",
         "root ::= a a a a a a a a\na ::= b b b b b b b b\nb ::= c c c c c c c c\nc ::= \"a\"? \"a\"?",
@@ -887,9 +920,11 @@ static void test_ambiguous(void) {
         }
         CHECK(g.failed ? strstr(g.err, "too ambiguous") || strstr(g.err, "it allows no next token") || strstr(g.err,
           "may be empty") : true, "%s: %s", texts[i], g.err);
-        CHECK(n_calls > start && n_calls - start < MANY_CALLS, "%s: %lld calls (%s)", texts[i], (long long)(n_calls - start), g.err);
+        CHECK(n_calls > start && n_calls - start < MANY_CALLS, "%s: %lld calls (%s)", texts[i],
+              (long long)(n_calls - start), g.err);
         const GrammarState again = i ? 0 : grammar_start(&g, START_ANSWER);
-        CHECK(i || (again && grammar_mask(&g, again, mask, t.n_tokens)), "%s: it does not begin again: %s", texts[i], g.err);
+        CHECK(i || (again && grammar_mask(&g, again, mask, t.n_tokens)), "%s: it does not begin again: %s", texts[i],
+              g.err);
         free(mask);
         grammar_free(&g);
     }

@@ -1,9 +1,10 @@
-/* test_load.c - from a file to a model that can run: parts, damaged data, true sizes, what stderr shows, and mutations.
+/* test_load.c - loading a model: split files, damaged data, real sizes, the output on stderr, and mutated files.
  *
- * Run from the top of the repository. Small random models of make_gguf are rewritten, opened by the binary or by a child of
- * this program, which may end in no other way than with exit status 0, or 1 and one error line.
+ * Run from the top of the repository. Small random models of make_gguf are rewritten, opened by the binary or by a
+ * child of this program, which must end with exit status 0, or with 1 and one error line.
  *
- * Environment: BUILD, CC, TMPDIR (see files.h), GEMMA4 (./gemma4), LONG=1 (10,000 mutations instead of 300), SEED (1). */
+ * Environment: BUILD, CC, TMPDIR (see files.h), GEMMA4 (./gemma4), LONG=1 (10,000 mutations instead of 300), SEED (1).
+ * */
 #define _GNU_SOURCE
 #define TESTING
 #include "../gemma4.c"
@@ -15,10 +16,11 @@ static const char *gemma4;
 static const ModelOptions small = { .n_ctx = 64, .n_seqs = 1, .n_batch = STEP_ROWS, .n_logits = 1, .k_type = KV_F16,
                                    .v_type = KV_F16 };
 
-// Runs the binary on a model for a few greedy tokens, with one more flag or NULL. Output is in the files stdout and stderr.
+// Runs the binary on a model for a few greedy tokens, with one more flag or NULL. Its output goes to the files stdout
+// and stderr.
 static int run_model(const char *path, const char *flag) {
-    const char *argv[] = { gemma4, path, "-p", "a b", "--raw", "-n", "8", "-c", "64", "--temp", "0", "--ignore-eos", flag,
-                           NULL };
+    const char *argv[] = { gemma4, path, "-p", "a b", "--raw", "-n", "8", "-c", "64", "--temp", "0", "--ignore-eos",
+                           flag, NULL };
     return run_program(argv, in_tmp("stdout"), in_tmp("stderr"));
 }
 
@@ -29,7 +31,7 @@ static bool output_has(const char *file, const char *text) {
     return has;
 }
 
-// The model must be refused with one line that holds all of the given texts.
+// The model must be refused with one line that contains all given texts.
 static void check_refused(const char *what, const char *path, const char *flag, const char *code, const char *names) {
     const int status = run_model(path, flag);
     char *err = text_of(in_tmp("stderr")), *line = strstr(err, "gemma4: error: ");
@@ -40,7 +42,7 @@ static void check_refused(const char *what, const char *path, const char *flag, 
 
 // ---- split models ------------------------------------------------------------------------------------------------
 
-// Writes NAME-00001-of-0000N.gguf and so on; the tensors go to the parts in turn, in runs. Returns the first path.
+// Writes NAME-00001-of-0000N.gguf etc., with consecutive tensors in each part. Returns the first path.
 static const char *write_parts(const char *from, const char *name, int n, bool first_is_empty) {
     for (int i = n - 1; i >= 0; i--) {
         Draft d = read_draft(from);
@@ -63,24 +65,26 @@ static void test_split(const char *whole) {
     for (int n = 2; n <= 5; n++) {
         const int status = run_model(write_parts(whole, "m", n, n % 2), NULL);
         char *got = text_of(in_tmp("stdout"));
-        CHECK(status == 0 && !strcmp(got, want), "%d parts: exit status %d, and the text of the whole model: %s", n, status,
-              strcmp(got, want) ? "no" : "yes");
+        CHECK(status == 0 && !strcmp(got, want), "%d parts: exit status %d, and the text of the whole model: %s", n,
+              status, strcmp(got, want) ? "no" : "yes");
         CHECK(!output_has("stderr", "split."), "split.* are reported as unknown keys");
         free(got);
     }
     free(want);
     check_refused("the second part", in_tmp("m-00002-of-00003.gguf"), NULL, "(E_SPLIT_NO ", "-00001-of-00003.gguf");
     remove(in_tmp("m-00003-of-00003.gguf"));
-    check_refused("a missing part", in_tmp("m-00001-of-00003.gguf"), NULL, "(E_SPLIT_MISSING ", "m-00003-of-00003.gguf");
+    check_refused("a missing part", in_tmp("m-00001-of-00003.gguf"), NULL, "(E_SPLIT_MISSING ",
+                  "m-00003-of-00003.gguf");
 }
 
 // ---- --check-tensors, unknown names ------------------------------------------------------------------------------
 
-// Tensor `name` gets the bytes of v at an offset of its data.
+// Overwrites bytes of tensor `name` at an offset with v.
 static const char *write_damaged(const char *from, const char *name, size_t at, uint16_t v) {
     Draft d = read_draft(from);
     DraftTensor *t = draft_tensor(&d, name);
-    if (CHECK(t && at + 2 <= t->data.n, "%s: no byte %zu of tensor '%s'", from, at, name)) memcpy(t->data.data + at, &v, 2);
+    if (CHECK(t && at + 2 <= t->data.n, "%s: no byte %zu of tensor '%s'", from, at, name))
+        memcpy(t->data.data + at, &v, 2);
     return write_draft(&d, in_tmp("damaged.gguf"));
 }
 
@@ -89,11 +93,13 @@ static void test_check_tensors(const char *f16, const char *q8) {
     for (int i = 0; i < 2; i++) {
         CHECK(run_model(files[i], "--check-tensors") == 0, "--check-tensors refuses a good model");
         CHECK(output_has("stderr", "# checked "), "--check-tensors says nothing");
-        CHECK(run_model(files[i], NULL) == 0 && !output_has("stderr", "# checked "), "tensors are checked without the flag");
+        CHECK(run_model(files[i], NULL) == 0 && !output_has("stderr", "# checked "),
+              "tensors are checked without the flag");
     }
     check_refused("Q8_0 scale Inf", write_damaged(q8, "blk.1.ffn_up.weight", 34 * 7, 0x7c00), "--check-tensors",
                   "(E_PAYLOAD)", "'blk.1.ffn_up.weight'");
-    check_refused("Q8_0 scale Inf", in_tmp("damaged.gguf"), "--check-tensors", "block 7 of type Q8_0", "elements 224 to");
+    check_refused("Q8_0 scale Inf", in_tmp("damaged.gguf"), "--check-tensors", "block 7 of type Q8_0",
+                  "elements 224 to");
     check_refused("Q8_0 scale NaN", write_damaged(q8, "token_embd.weight", 0, 0x7e00), "--check-tensors",
                   "block 0 of type Q8_0", "'token_embd.weight'");
     check_refused("F16 NaN", write_damaged(f16, "blk.3.attn_q.weight", 2 * 1000, 0xfe00), "--check-tensors",
@@ -126,7 +132,7 @@ static void test_unknown(const char *model) {
 
 // ---- the table of check ----
 
-// A NaN or Inf in one layer stays what that name's line shows, whatever other values and layers hold.
+// The line of a name shows a NaN or Inf of one layer, whatever the other values and layers are.
 static void test_nan_stays(void) {
     float ones[] = { 1, 1, 1 }, nan[] = { 1, NAN, 2 }, tenth[] = { 1, 1.1f, 1 }, zeros[] = { 0, 0, 0 };
     Checkpoint a[] = { { "q", 0, 1, 3, ones }, { "q", 1, 1, 3, ones }, { "q", 2, 1, 3, ones }, { "y", 0, 1, 3, zeros },
@@ -145,15 +151,19 @@ static void test_nan_stays(void) {
     }
     while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR) {}
     char *got = text_of(in_tmp("stdout"));
-    CHECK(strstr(got, "| q                  |     1 |             1 |                nan |     nan |"), "a NaN is lost: %s", got);
-    CHECK(strstr(got, "| y                  |     1 |             1 |                0.1 | 1.0e-01 |"), "0 of 0 stays: %s", got);
-    CHECK(strstr(got, "| z                  |     0 |             0 |                  1 |     inf |"), "1 of 0 is lost: %s", got);
+    CHECK(strstr(got, "| q                  |     1 |             1 |                nan |     nan |"),
+          "a NaN is lost: %s", got);
+    CHECK(strstr(got, "| y                  |     1 |             1 |                0.1 | 1.0e-01 |"),
+          "0 of 0 is shown: %s", got);
+    CHECK(strstr(got, "| z                  |     0 |             0 |                  1 |     inf |"),
+          "1 of 0 is lost: %s", got);
     free(got);
 }
 
-// ---- no room -----------------------------------------------------------------------------------------------------
+// ---- too little
+// memory-------------------------------------------------------------------------------------------------
 
-static size_t small_device;                            // bytes that it has
+static size_t small_device;                            // its memory in bytes
 static void *no_reserve(size_t bytes) {
     (void)bytes;
     return NULL;
@@ -163,7 +173,7 @@ static void device_memory_of(size_t *free_bytes, size_t *total) { *free_bytes = 
 static size_t device_bytes(const Tensor *w) { return w->in_host ? 0 : matrix_bytes(w); }
 static const Card *shared_card(void) { return find_card("gb10"); }
 
-// A backend that keeps weights itself, has so much memory and reserves nothing.
+// A backend with its own weight memory of this size, which reserves nothing.
 static const Ops *device_of(size_t memory) {
     static Ops ops;
     ops = *cpu_ops();
@@ -174,7 +184,7 @@ static const Ops *device_of(size_t memory) {
     return &ops;
 }
 
-// Loads in a child on such a backend. Its line on stderr.
+// Loads in a child process on such a backend. Returns its line on stderr.
 static char *refused_plan(const char *path, size_t memory, ModelOptions o) {
     const Ops *ops = device_of(memory);
     fflush(stdout);
@@ -189,8 +199,8 @@ static char *refused_plan(const char *path, size_t memory, ModelOptions o) {
     int status = -1;
     while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
     char *err = text_of(in_tmp("stderr"));
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strchr(err, '\n') == strrchr(err, '\n'), "no room: status %d and: %s", status,
-          err);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strchr(err, '\n') == strrchr(err, '\n'),
+          "no room: status %d and: %s", status, err);
     return err;
 }
 
@@ -198,12 +208,15 @@ static void test_no_room(const char *path) {
     ModelOptions o = small;
     o.n_ctx = 100000;
     const struct { size_t memory, vram; const char *says[4]; } cases[] = {
-        { (size_t)1 << 40, 0, { "gemma4: error: out of memory: a context of 100000 needs ", " of 992.00 GiB free; try -c 49984, -ctk q8_0, a smaller",
+        { (size_t)1 << 40, 0, { "gemma4: error: out of memory: a context of 100000 needs ",
+                                " of 992.00 GiB free; try -c 49984, -ctk q8_0, a smaller",
                                 "", "" } },
-        { 20 << 20, 0, { "out of memory: a context of 100000 needs ", "(weights 0.00, KV cache ", " of 0.02 GiB free; try -c ",
+        { 20 << 20, 0, { "out of memory: a context of 100000 needs ", "(weights 0.00, KV cache ",
+                         " of 0.02 GiB free; try -c ",
                          ", a smaller model\n" } },
         { 1 << 10, 0, { "out of memory", "GiB free; try -ctk q8_0, a smaller model\n", "", "" } },
-        { (size_t)1 << 40, 20 << 20, { "of 0.02 GiB allowed by --vram; try -c ", ", a larger --vram, a smaller model\n", "", "" } },
+        { (size_t)1 << 40, 20 << 20, { "of 0.02 GiB allowed by --vram; try -c ",
+                                       ", a larger --vram, a smaller model\n", "", "" } },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         o.memory = cases[i].vram;
@@ -213,7 +226,8 @@ static void test_no_room(const char *path) {
         free(err);
     }
     const struct { const char *from, *says; } froms[] = {
-        { "-p, -n or -d", "free; try a smaller -p, -n or -d, -ctk q8_0, a smaller model\n" }, { "", "free; try -ctk q8_0, a smaller model\n" } };
+        { "-p, -n or -d", "free; try a smaller -p, -n or -d, -ctk q8_0, a smaller model\n" }, { "",
+                 "free; try -ctk q8_0, a smaller model\n" } };
     o.memory = 0;
     for (size_t i = 0; i < sizeof froms / sizeof *froms; i++) {
         o.ctx_from = froms[i].from;
@@ -229,8 +243,8 @@ static void test_no_room(const char *path) {
     free(err);
 }
 
-// The per-layer table moves to host memory for what does not fit with it on the device, and back for what does: however a
-// context is asked for, the longest one is the same.
+// The per-layer table is in host memory if the context does not fit otherwise, and on the device if it does: the
+// longest context is the same for every way to request it.
 static void test_table(const char *path) {
     Model *m = must(calloc(1, sizeof *m));
     ModelOptions o = small;
@@ -239,8 +253,10 @@ static void test_table(const char *path) {
     o.memory = fit_context(m, 64, SIZE_MAX);
     const int most = largest_context(m, m->config.n_ctx_train, o.memory);
     CHECK(most > 64, "no context above 64 fits without the table");
-    CHECK(fit_context(m, most, o.memory) <= o.memory && m->plan.in_host, "%d does not fit, or not without the table", most);
-    CHECK(most == m->config.n_ctx_train || fit_context(m, most + TILE_SLOTS, o.memory) > o.memory, "more than %d fits", most);
+    CHECK(fit_context(m, most, o.memory) <= o.memory && m->plan.in_host, "%d does not fit, or not without the table",
+          most);
+    CHECK(most == m->config.n_ctx_train || fit_context(m, most + TILE_SLOTS, o.memory) > o.memory, "more than %d fits",
+          most);
     CHECK(fit_context(m, 64, o.memory) == o.memory && !m->plan.in_host, "the table does not come back");
     free_model(m);
     const struct { int n_ctx, is; } asked[] = { { 64, 64 }, { most, most }, { CTX_FIT, most } };
@@ -256,8 +272,8 @@ static void test_table(const char *path) {
     free(m);
 }
 
-// A device whose memory is the host's: the table stays, what the host will take is taken off, and weights can be read
-// again after their pages of the file were dropped.
+// A device that shares the host's memory: the table stays there, memory for the host is subtracted, and weights can be
+// read again after their pages of the file were dropped.
 static void test_shared_memory(const char *path) {
     Model *m = must(calloc(1, sizeof *m)), *plain = must(calloc(1, sizeof *plain));
     ModelOptions o = small;
@@ -266,10 +282,11 @@ static void test_shared_memory(const char *path) {
     plan_model(m, path, &ops, o, NULL);
     const size_t needed = fit_context(m, 64, SIZE_MAX), budget = plan_budget(m);
     CHECK(budget == ((size_t)1 << 30) / 32 * 31, "shared memory: a budget of %zu bytes", budget);
-    CHECK(fit_context(m, 64, needed - 1) == needed && !m->plan.in_host, "shared memory: %zu bytes of the table leave it",
-          m->plan.in_host);
+    CHECK(fit_context(m, 64, needed - 1) == needed && !m->plan.in_host,
+          "shared memory: %zu bytes of the table leave it", m->plan.in_host);
     m->options.host_memory = (size_t)1 << 29;
-    CHECK(plan_budget(m) == ((size_t)1 << 29) / 32 * 31, "shared memory: the host takes half, and the budget is %zu bytes",
+    CHECK(plan_budget(m) == ((size_t)1 << 29) / 32 * 31,
+          "shared memory: the host takes half, and the budget is %zu bytes",
           plan_budget(m));
     m->options.host_memory = (size_t)1 << 31;
     CHECK(!plan_budget(m), "shared memory: a budget of %zu bytes where the host takes all", plan_budget(m));
@@ -287,13 +304,17 @@ static void test_shared_memory(const char *path) {
         step(of, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = of->step_rows }, 1);
         read_logits(of, 0, logits[i] = must(calloc((size_t)of->config.vocab, sizeof(float))));
     }
-    CHECK(!memcmp(logits[0], logits[1], (size_t)m->config.vocab * sizeof(float)), "other logits after pages were dropped");
-    for (int i = 0; i < 2; i++) free(logits[i]), free_model(i ? plain : m);
+    CHECK(!memcmp(logits[0], logits[1], (size_t)m->config.vocab * sizeof(float)),
+          "other logits after pages were dropped");
+    for (int i = 0; i < 2; i++) {
+        free(logits[i]);
+        free_model(i ? plain : m);
+    }
     free(m);
     free(plain);
 }
 
-// A file that gets shorter behind the back of the program that reads it, on one thread or several.
+// A file that is truncated while the program reads it, on one thread or several.
 static void test_shorter(const char *model) {
     for (int n = 1; n <= 3; n += 2) {
         Draft d = read_draft(model);
@@ -315,15 +336,16 @@ static void test_shorter(const char *model) {
         }
         int status = -1;
         while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
-        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && output_has("stderr", "gemma4: error: a model file was truncated"),
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 &&
+              output_has("stderr", "gemma4: error: a model file was truncated"),
               "a file that got shorter, %d threads: status %d", n, status);
     }
 }
 
 // ---- the terminal ------------------------------------------------------------------------------------------------
 
-// Runs the binary with stderr on a terminal. interrupt: Ctrl-C as soon as a bar is there. The exit status, or 1000 + signal;
-// -1: no terminal to be had.
+// Runs the binary with stderr on a terminal. interrupt: Ctrl-C as soon as a progress bar is shown. Returns the exit
+// status, or 1000 + signal; -1: no terminal available.
 static int run_on_terminal(Pty *p, const char *const argv[], bool interrupt) {
     if (!pty_start(p, argv, PTY_ERR, NULL)) return -1;
     if (interrupt) {
@@ -343,25 +365,27 @@ static void test_terminal(const char *model, const char *large) {
         return;
     }
     CHECK(status == 0, "on a terminal: exit status %d", status);
-    CHECK(strstr(shows, "\r# Synthetic Gemma 4 mi  ") && strstr(shows, " MB  [>         ]  0 %"), "no bar while loading: %s",
-          shows);
-    CHECK(strstr(shows, "\r\033[K# prompt: "), "the bar stays when the work is done: %s", shows);
+    CHECK(strstr(shows, "\r# Synthetic Gemma 4 mi  ") && strstr(shows, " MB  [>         ]  0 %"),
+          "no bar while loading: %s", shows);
+    CHECK(strstr(shows, "\r\033[K# prompt: "), "the bar is still shown after the work: %s", shows);
     CHECK(run_model(model, NULL) == 0 && !output_has("stderr", "\r") && !output_has("stderr", "\033"),
           "a bar goes to a file");
     if (!large) return;
-    const char *with_check[] = { gemma4, large, "-p", "a", "-c", "64", "--check-tensors", NULL };      // of 17 GB
+    const char *with_check[] = { gemma4, large, "-p", "a", "-c", "64", "--check-tensors", NULL };    // a file of 17 GB
     status = run_on_terminal(&p, with_check, true);
     CHECK(status == 1000 + SIGINT, "Ctrl-C while reading: expected the end by SIGINT, got status %d", status);
 }
 
-// ---- true size ---------------------------------------------------------------------------------------------------
+// ---- real size ---------------------------------------------------------------------------------------------------
 
-// A 26B of true shapes whose matrices are holes: 16.8 GB that take 10 MB of disk. NULL when there are no such files here.
+// A 26B model with real shapes whose matrices are holes in the file: 16.8 GB that take 10 MB of disk. NULL: the file
+// system has no holes.
 static const char *test_true_size(void) {
     const char *path = in_tmp("26b.gguf");
     char program[1024];
     snprintf(program, sizeof program, "%s/make_gguf", getenv("BUILD") ? getenv("BUILD") : "build");
-    const char *argv[] = { access(program, X_OK) ? in_tmp("make_gguf") : program, "--preset", "26b-a4b", "--quant", "q4_k_m",
+    const char *argv[] = { access(program, X_OK) ? in_tmp("make_gguf") : program, "--preset", "26b-a4b", "--quant",
+                           "q4_k_m",
                            "--sparse", "--out", path, NULL };
     struct stat st;
     if (run_program(argv, in_tmp("stdout"), in_tmp("stderr")) || stat(path, &st) || (double)st.st_blocks * 512 > 1e9) {
@@ -369,7 +393,7 @@ static const char *test_true_size(void) {
         remove(path);
         return NULL;
     }
-    // Published files of this recipe: 658 tensors, F32 392, Q4_K 192, Q5_0 32, Q8_0 28, Q6_K 14.
+    // Published files of this type have 658 tensors: F32 392, Q4_K 192, Q5_0 32, Q8_0 28, Q6_K 14.
     static const struct { int type, n; } want[] = {
         { GGUF_F32, 392 }, { GGUF_Q4_K, 192 }, { GGUF_Q5_0, 32 }, { GGUF_Q8_0, 28 }, { GGUF_Q6_K, 14 } };
     const double start = seconds();
@@ -380,7 +404,8 @@ static const char *test_true_size(void) {
     for (int i = 0; i < 5; i++) {
         int n = 0;
         for (size_t k = 0; k < g.n_tensors; k++) n += g.tensors[k].type == want[i].type;
-        CHECK(n == want[i].n, "26B: expected %d tensors of type %s, got %d", want[i].n, gguf_type_name(want[i].type), n);
+        CHECK(n == want[i].n, "26B: expected %d tensors of type %s, got %d", want[i].n, gguf_type_name(want[i].type),
+              n);
     }
     CHECK(g.file_size > (size_t)16700000000 && g.file_size < (size_t)16900000000, "26B: %zu bytes", g.file_size);
     gguf_close(&g);
@@ -413,7 +438,7 @@ static uint64_t rng(void) {
     return rng_state >> 29;
 }
 
-// What a child does with a mutated file: all that a user's run does, for three tokens.
+// A child process runs a mutated file like a user, for three tokens.
 static void use_model(const char *path, bool check) {
     Model *m = must(calloc(1, sizeof *m));
     Tokenizer t;
@@ -439,7 +464,8 @@ static void use_model(const char *path, bool check) {
     free(m);
 }
 
-// Changes a few bytes of the file; or cuts it. Most changes hit the first 4 KB and the tensors' names, shapes and types.
+// Changes a few bytes of the file, or truncates it. Most changes are in the first 4 KB and in the tensors' names,
+// shapes and types.
 static void mutate(uint8_t *file, size_t *size, size_t infos, size_t data) {
     static const uint64_t values[] = { 0, 1, 2, 3, 7, 31, 32, 255, 256, 65535, 0x7fffffff, 0x80000000, 0xffffffff,
                                        (uint64_t)1 << 32, (uint64_t)1 << 62, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 31 };

@@ -1,8 +1,8 @@
-/* test_pace.c - how far --spec auto guesses, by a clock that is simulated and exact: text that nobody can guess takes hardly
- * longer than without guesses, however short, and long text hardly longer than with the best of all fixed settings.
+/* test_pace.c - the draft lengths of --spec auto, with a simulated exact clock: unpredictable text takes hardly longer
+ * than without drafts, however short it is, and long text hardly longer than with the best fixed setting.
  *
- * A machine is how long a step of n rows takes and a draft of n tokens; a text, how often a guess is right at each depth, or how
- * it repeats itself. -v prints the table. */
+ * A machine is given by the times of steps of n rows and of drafts of n tokens; a text by the acceptance rate at each
+ * depth, or by how it repeats itself. -v prints the table. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -12,36 +12,40 @@ enum { DEEPEST = 15, N_SEEDS = 2, LONG_TEXT = 4000 };
 typedef struct {
     const char *name;
     SpecKind    who;
-    double      rows[8][2];   // a step of so many rows takes so long; in between in proportion
-    double      drafts[4][2]; // and a draft of so many tokens
-    double      share;        // bytes of a draft of one token, as a part of the model's
-    double      first;        // the first step or draft of each size takes so much longer
+    double      rows[8][2];   // rows of a step and its time; linear interpolation between them
+    double      drafts[4][2]; // tokens of a draft and its time
+    double      share;        // bytes that a draft of one token reads, relative to the model
+    double      first;        // additional time of the first step or draft of each size
 } Machine;
 
 // The first three as measured, in ms.
 static const Machine machines[] = {
-    { "31B, H100, MTP", SPEC_MTP, { { 1, 8.15 }, { 3, 10.3 }, { 5, 10.7 }, { 8, 11.3 }, { 16, 16.1 } }, { { 1, 0.2 }, { 15, 3 } }, 0.04, 0 },
+    { "31B, H100, MTP", SPEC_MTP, { { 1, 8.15 }, { 3, 10.3 }, { 5, 10.7 }, { 8, 11.3 }, { 16, 16.1 } },
+      { { 1, 0.2 }, { 15, 3 } }, 0.04, 0 },
     { "31B, H100, DFlash", SPEC_DFLASH, { { 1, 8.15 }, { 3, 10.3 }, { 5, 10.7 }, { 8, 11.3 }, { 16, 16.1 } },
       { { 1, 1.4 }, { 7, 1.47 }, { 15, 1.85 } }, 0.17, 0 },
-    { "26B, H100, MTP", SPEC_MTP, { { 1, 2.1 }, { 3, 3.6 }, { 5, 4.1 }, { 8, 4.5 }, { 16, 6.7 } }, { { 1, 0.21 }, { 15, 3.2 } }, 0.15, 0 },
+    { "26B, H100, MTP", SPEC_MTP, { { 1, 2.1 }, { 3, 3.6 }, { 5, 4.1 }, { 8, 4.5 }, { 16, 6.7 } },
+      { { 1, 0.21 }, { 15, 3.2 } }, 0.15, 0 },
     { "26B, H100, DFlash", SPEC_DFLASH, { { 1, 2.1 }, { 3, 3.6 }, { 5, 4.1 }, { 8, 4.5 }, { 16, 6.7 } },
       { { 1, 0.7 }, { 7, 0.8 }, { 15, 1.03 } }, 0.4, 0 },
     { "mini, 2 cores, MTP", SPEC_MTP, { { 1, 1 }, { 4, 1.25 }, { 6, 1.75 }, { 8, 2.15 }, { 12, 3.4 }, { 16, 4.4 } },
       { { 1, 0.6 }, { 15, 10 } }, 0.34, 0 },
-    { "mini, 2 cores, DFlash", SPEC_DFLASH, { { 1, 1 }, { 4, 1.25 }, { 6, 1.75 }, { 8, 2.15 }, { 12, 3.4 }, { 16, 4.4 } },
+    { "mini, 2 cores, DFlash", SPEC_DFLASH, { { 1, 1 }, { 4, 1.25 }, { 6, 1.75 }, { 8, 2.15 }, { 12, 3.4 },
+                                              { 16, 4.4 } },
       { { 1, 1.2 }, { 7, 2.8 }, { 15, 6.9 } }, 0.5, 0 },
     { "rows one by one", SPEC_MTP, { { 1, 1 }, { 16, 14.5 } }, { { 1, 0.05 }, { 15, 0.75 } }, 0.05, 0 },
     { "a drafter as large as the model", SPEC_MTP, { { 1, 1 }, { 16, 1.6 } }, { { 1, 1 }, { 15, 15 } }, 1, 0 },
     { "rows for nothing", SPEC_DFLASH, { { 1, 1 }, { 16, 1.1 } }, { { 1, 0.1 }, { 15, 0.1 } }, 0.1, 0 },
-    { "recorded steps", SPEC_MTP, { { 1, 2.1 }, { 3, 3.6 }, { 5, 4.1 }, { 8, 4.5 }, { 16, 6.7 } }, { { 1, 0.21 }, { 15, 3.2 } }, 0.15, 5 },
+    { "recorded steps", SPEC_MTP, { { 1, 2.1 }, { 3, 3.6 }, { 5, 4.1 }, { 8, 4.5 }, { 16, 6.7 } },
+      { { 1, 0.21 }, { 15, 3.2 } }, 0.15, 5 },
 };
 
 typedef struct {
     const char *name;
-    float       right[4];     // of guesses at depth 1, 2, 3, and any deeper, where all before were
-    int         turns;        // after so many tokens it turns to one that nobody can guess, and back; 0: it does not
+    float       right[4];     // acceptance rate at depths 1, 2, 3, and any deeper, if all before were accepted
+    int         turns;        // it alternates with unpredictable text, each time after so many tokens; 0: it does not
     int         repeats;      // tokens after which the text repeats itself; 0: never
-    float       anew;         // of tokens that are not what stood there before
+    float       anew;         // fraction of tokens that differ in a repetition
 } Text;
 static const Text texts[] = {
     { "story, likeliest", { 1.0f, 0.99f, 0.99f, 0.99f }, 0, 0, 0 },
@@ -71,12 +75,12 @@ static double coin(uint64_t *state) {                 // 0 .. 1
 typedef struct {              // a process: one machine, one session
     const Machine *on;
     Pace     pace;
-    Speculator  speculator;
-    bool     used[2][STEP_ROWS + 1];   // steps by rows, drafts by tokens
+    Speculator speculator;
+    bool     used[2][STEP_ROWS + 1];   // whether a step of so many rows, a draft of so many tokens, has run
     uint64_t random;
-    int32_t *ids;             // of the answer, and the one that runs next
+    int32_t *ids;             // of the answer, and the next one
     int      n;
-    int      guessed, drafted;         // steps with guesses, of these by the drafter
+    int      guessed, drafted;         // steps with drafts; of these by the drafter
 } Run;
 
 static double takes(Run *r, int what, int n) {
@@ -86,7 +90,7 @@ static double takes(Run *r, int what, int n) {
     return more + (what ? between(m->drafts, N_OF(m->drafts), n) : between(m->rows, N_OF(m->rows), n));
 }
 
-// Which id comes at place i of a text: what stood `repeats` before, or a new one.
+// The id at position i of a text: the one `repeats` positions before, or a new one.
 static void add_id(Run *r, const Text *t) {
     const bool old = t->repeats && r->n >= t->repeats && coin(&r->random) >= (double)t->anew;
     r->ids[r->n] = old ? r->ids[r->n - t->repeats] : 1000000 + r->n;
@@ -104,14 +108,14 @@ static int right_of(const Run *r, const Text *t, const Drafts *d, int done, uint
     return n;
 }
 
-// One answer of n tokens -> how long it takes.
+// Runs one answer of n tokens. Returns its time.
 static double take_answer(Run *r, const Text *t, int n, const Drafting *how, int done) {
     Speculator *g = &r->speculator;
     const int room = n + 2 * STEP_ROWS;
     double time = 0;
     r->ids = alloc_or_die((size_t)room, sizeof *r->ids);
     r->n = 0;
-    while (r->n < room) add_id(r, t);                  // guesses may look behind the end
+    while (r->n < room) add_id(r, t);                  // drafts may go beyond the end
     speculator_start(g, how);
     for (r->n = 1; r->n <= n;) {
         const int left = n - r->n;
@@ -125,7 +129,10 @@ static double take_answer(Run *r, const Text *t, int n, const Drafting *how, int
         add_step_time(&r->pace, rows, step);
         if (depth) add_draft_time(&r->pace, r->on->who, depth, draft);
         g->candidates = (Candidates){ .depth = depth, .width = 1 };
-        if (rows > 1) r->guessed++, r->drafted += g->drafts.source != SPEC_NGRAM;
+        if (rows > 1) {
+            r->guessed++;
+            r->drafted += g->drafts.source != SPEC_NGRAM;
+        }
         if (rows > 1) speculator_learn(g, &r->pace, right, 0);
         g->drafts.n = 0;
         r->n += 1 + right;
@@ -135,11 +142,12 @@ static double take_answer(Run *r, const Text *t, int n, const Drafting *how, int
     return time;
 }
 
-// So many answers of n tokens each, in one session; with several seeds.
+// Several answers of n tokens each in one session; with several seeds.
 static double takes_all(const Machine *m, const Text *t, int answers, int n, Drafting how) {
     double time = 0;
     for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
-        Run r = { .on = m, .pace = { .draft_share = m->share, .records = m->first > 0 }, .random = seed * 0x9e3779b97f4a7c15u };
+        Run r = { .on = m, .pace = { .draft_share = m->share, .records = m->first > 0 },
+                  .random = seed * 0x9e3779b97f4a7c15u };
         speculator_init(&r.speculator);
         for (int i = 0; i < answers; i++) time += take_answer(&r, t, n, &how, i * n);
         speculator_free(&r.speculator);
@@ -147,18 +155,20 @@ static double takes_all(const Machine *m, const Text *t, int answers, int n, Dra
     return time;
 }
 
-static double takes_at_best(const Machine *m, const Text *t, int n) {  // of all fixed settings, none among them
+static double takes_at_best(const Machine *m, const Text *t, int n) {  // with the best fixed setting, or no drafts
     static const int depths[] = { 1, 3, 5, 7, 15 };
     double best = takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_OFF });
     best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_NGRAM, .n_max = DEEPEST }));
-    for (int i = 0; i < N_OF(depths); i++) best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = m->who, .n_max = depths[i] }));
+    for (int i = 0; i < N_OF(depths); i++)
+        best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = m->who, .n_max = depths[i] }));
     return best;
 }
 
-// What it costs where guesses do not pay: 0.8 steps at first, or the first trial, and 1.5 % of the time. What is recorded for the
-// first time is not counted by it, so such machines are only held to it in long texts.
+// The allowed cost if drafts do not pay: 0.8 steps at first, or the first trial, and 1.5 % of the time. The controller
+// does not count the recording of new steps, so machines where that is slow are tested with long texts only.
 static void test_text(const Machine *m, const Text *t, bool tell) {
-    static const struct { int answers, n; double least; } kinds[] = { { 1, 20, 0.915 }, { 1, 60, 0.965 }, { 20, 60, 0.98 },
+    static const struct { int answers, n; double least; } kinds[] = { { 1, 20, 0.915 }, { 1, 60, 0.965 },
+                                                                      { 20, 60, 0.98 },
                                                                       { 1, 400, 0.98 }, { 1, LONG_TEXT, 0.985 } };
     const Drafting automatic = { .kind = SPEC_AUTO, .n_max = DEEPEST };
     double with = 0, off = 0;
@@ -169,13 +179,13 @@ static void test_text(const Machine *m, const Text *t, bool tell) {
         off = takes_all(m, t, answers, n, (Drafting){ .kind = SPEC_OFF });
         if (tell) printf("  %6.3f", off / with);
         if (m->first > 0 && n < LONG_TEXT) continue;
-        CHECK(off / with >= kinds[k].least, "%s, %s, %d of %d tokens: %.3f of the speed without guesses, expected %.3f", m->name,
-              t->name, answers, n, off / with, kinds[k].least);
+        CHECK(off / with >= kinds[k].least, "%s, %s, %d of %d tokens: %.3f of the speed without drafts, expected %.3f",
+              m->name, t->name, answers, n, off / with, kinds[k].least);
     }
     const double best = takes_at_best(m, t, LONG_TEXT), least = off / best > 1.7 ? 0.95 : 0.88;
     if (tell) printf("  best %.2f: %.3f\n", off / best, best / with);
-    CHECK(best / with >= least, "%s, %s: %.3f of the best fixed setting, which is %.2f of none; expected %.2f", m->name, t->name,
-          best / with, off / best, least);
+    CHECK(best / with >= least, "%s, %s: %.3f of the best fixed setting, which is %.2f of none; expected %.2f", m->name,
+          t->name, best / with, off / best, least);
 }
 
 int main(int argc, char **argv) {
