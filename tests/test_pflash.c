@@ -1,15 +1,17 @@
 /* test_pflash.c - sparse and compressed prompts on the trained models.
  *
- *   bits       alpha 1: logits and caches of a dense prompt, bit for bit. Below 1: the same in chunks of any multiple of
- *              SELECT_ROWS rows, and beside another prompt in the same step
- *   density    falls with alpha; a forced one is kept as far as blocks that are always seen leave room
- *   codes      planted in a text are found, by both models
- *   compress   what has to be kept is, in its order and in whole words, as much as the ratio says; the session stays as it was;
- *              in a chat what was said stays as it was shown; of a scorer's file the layers that score are loaded
+ *   bits       alpha 1: logits and caches of a dense prompt, bit for bit. Below 1: the same in chunks of any multiple
+ *              of SELECT_ROWS rows, and together with another prompt in the same step
+ *   density    falls with alpha; a given density is kept as far as the blocks that are always selected allow it
+ *   codes      both models find codes in a text
+ *   compress   the compressed prompt has the required tokens, in order and in whole words, as many as the ratio says;
+ *              the session is unchanged; in a chat earlier messages stay as they were compressed; of a scorer only the
+ *              layers that score are loaded
  *
- * LONG=1: all of it; else bits of one model, and compression. All rows of a prompt get logits here, so that they go through all layers: else no layer of the small E form is sparse.
- * Where there is a GPU all of it is done there as well, but for what makes its products differ: numbers of rows. Run from the
- * top of the repository: the models lie there. */
+ * LONG=1: everything; else "bits" of one model, and compression. All rows of a prompt get logits here, so that they go
+ * through all layers: otherwise no layer of the small E model is sparse. If there is a GPU, everything is tested there
+ * too, except different numbers of rows, which change its products. Run from the top of the repository, where the
+ * models are. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -24,7 +26,9 @@ static bool long_run;
 static Model *open_model(const char *path, ModelOptions o) {
     Model *m = alloc_or_die(1, sizeof *m);
     if (!o.n_batch) o.n_batch = 512;
-    o.n_ctx = N_TEXT + 64, o.n_seqs = 2, o.n_logits = o.n_batch;
+    o.n_ctx = N_TEXT + 64;
+    o.n_seqs = 2;
+    o.n_logits = o.n_batch;
     if (!o.k_type) o.k_type = o.v_type = KV_F16;
     load_model(m, path, op, o, NULL);
     return m;
@@ -35,11 +39,15 @@ static void close_model(Model *m) {
     free(m);
 }
 
-// Sentences that differ, and among them what is asked for at the end: n ids and the question's. Returns how many there are.
+// Different sentences, one of which the question at the end asks for: about n ids and those of the question. Returns
+// their number.
 static int make_text(Model *m, int n, int at, int32_t *ids) {
-    static const char *const who[] = { "The fox", "A small bear", "The old baker", "Lucy", "The king", "A grey owl", "Tom" };
-    static const char *const does[] = { "walked to", "looked at", "slept beside", "sang about", "ran around", "painted" };
-    static const char *const what[] = { "the blue lake.", "a tall tree.", "the red house.", "the bridge.", "an empty boat." };
+    static const char *const who[] = { "The fox", "A small bear", "The old baker", "Lucy", "The king", "A grey owl",
+                                       "Tom" };
+    static const char *const does[] = { "walked to", "looked at", "slept beside", "sang about", "ran around",
+                                        "painted" };
+    static const char *const what[] = { "the blue lake.", "a tall tree.", "the red house.", "the bridge.",
+                                        "an empty boat." };
     Tokenizer tok;
     TokIds v = { 0 };
     char text[160];
@@ -54,7 +62,8 @@ static int make_text(Model *m, int n, int at, int32_t *ids) {
         planted = planted || (int)v.n >= at;
         tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &v);
     }
-    snprintf(text, sizeof text, "\n\nWhat is the secret code of Bagelu?<turn|>\n<|turn>model\n%sThe secret code of Bagelu is",
+    snprintf(text, sizeof text,
+             "\n\nWhat is the secret code of Bagelu?<turn|>\n<|turn>model\n%sThe secret code of Bagelu is",
              tok.large_variant ? "<|channel>thought\n<channel|>" : "");
     tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &v);
     memcpy(ids, v.ids, v.n * sizeof *ids);
@@ -81,7 +90,7 @@ static uint64_t run_all(Model *m, int seq, const int32_t *ids, int n, float *log
     return h;
 }
 
-// The same, and of what it left in the session's caches.
+// The same, including the session's caches.
 static uint64_t run_hashed(Model *m, int seq, const int32_t *ids, int n, float *logits) {
     uint64_t h = run_all(m, seq, ids, n, logits);
     for (int i = 0; i < m->n_caches; i++) {
@@ -122,7 +131,7 @@ static void test_bits(const char *path) {
     CHECK(hash[2] != hash[0], "%s: a density of 0.3: expected other logits than those of a dense prompt", path);
 }
 
-// Two prompts in one step, both sparse: each as if it were alone, where blocks of rows are not shared.
+// Two prompts in one step, both sparse: each the same as alone, if blocks of rows are not shared.
 static void test_company(const char *path) {
     Model *m = open_model(path, (ModelOptions){ .pflash_density = 0.3f, .n_batch = 2304 });
     int32_t ids[N_TEXT + 64];
@@ -136,7 +145,8 @@ static void test_company(const char *path) {
     step(m, segs, 2);
     for (int row = 0; row < 2; row++) {
         read_logits(m, (row + 1) * n - 1, beside);
-        CHECK(!memcmp(alone, beside, vocab * sizeof *alone), "%s: prompt %d of two in a step: expected the logits it has alone", path,
+        CHECK(!memcmp(alone, beside, vocab * sizeof *alone),
+              "%s: prompt %d of two in a step: expected the logits it has alone", path,
               row);
     }
     free(alone);
@@ -156,19 +166,22 @@ static void test_density(const char *path) {
         run_all(m, 0, ids, n, logits);
         free(logits);
         const double density = read_density(m);
-        int in_sight = 0, most = 0;                    // of blocks of rows, as the definition has them
+        int in_sight = 0, most = 0;                    // of blocks of rows, by the definition
         for (int first = 0; first < n; first += SELECT_ROWS) {
             const int last = min_int(first + SELECT_ROWS, n) - 1, blocks = last / SELECT_KEYS + 1;
-            const int always = min_int(blocks, blocks - max_int(first / SELECT_KEYS - SELECT_NEAR + 1, 0) + SELECT_FIRST);
+            const int always = min_int(blocks, blocks - max_int(first / SELECT_KEYS - SELECT_NEAR + 1,
+                                                                0) + SELECT_FIRST);
             const bool dense = last >= n - DENSE_ROWS;
             in_sight += blocks;
             most += dense ? blocks : max_int(always, (int)ceilf(o.pflash_density * (float)blocks));
         }
         if (k == 2) CHECK(density == 1, "%s: alpha 1: expected a density of 1, got %g", path, density);
-        else if (k < 2) CHECK(density > 0 && density <= before, "%s: alpha %g: expected a density of at most %g, got %g", path,
+        else if (k < 2)
+            CHECK(density > 0 && density <= before, "%s: alpha %g: expected a density of at most %g, got %g", path,
                               (double)alphas[k], before, density);
-        else CHECK(fabs(density - (double)most / in_sight) < 1e-9, "%s: forced %g: expected %d of %d blocks, got %g", path,
-                   (double)o.pflash_density, most, in_sight, density);
+        else
+            CHECK(fabs(density - (double)most / in_sight) < 1e-9, "%s: forced %g: expected %d of %d blocks, got %g",
+                  path, (double)o.pflash_density, most, in_sight, density);
         CHECK(read_density(m) == 0, "%s: expected nothing to be counted twice", path);
         if (k < 2) before = density;
         close_model(m);
@@ -189,21 +202,23 @@ static void test_codes(const char *path, KvType type) {
     for (size_t i = 0; i < want.n; i++) {
         int best = 0;
         for (int id = 1; id < m->config.vocab; id++) if (logits[id] > logits[best]) best = id;
-        CHECK(best == want.ids[i], "%s: -ctk %s: id %zu of the code: expected %d, got %d", path, kv_names[type], i, want.ids[i],
-              best);
+        CHECK(best == want.ids[i], "%s: -ctk %s: id %zu of the code: expected %d, got %d", path, kv_names[type], i,
+              want.ids[i], best);
         step(m, &(StepSeg){ .seq = 0, .n = 1, .rows = &(StepRow){ .token = want.ids[i], .output = true } }, 1);
         read_logits(m, 0, logits);
         commit_all(m);
     }
     const double density = read_density(m);
-    CHECK(density > 0 && density < 1, "%s: -ctk %s: expected a sparse prompt, got a density of %g", path, kv_names[type], density);
+    CHECK(density > 0 && density < 1, "%s: -ctk %s: expected a sparse prompt, got a density of %g", path,
+          kv_names[type], density);
     free(logits);
     tok_ids_free(&want);
     tok_free(&tok);
     close_model(m);
 }
 
-// A long message between <bos> and the end, by a scorer or the model itself, whose session holds something already.
+// Compresses a long message between <bos> and the end, with a scorer or the model itself, whose session already has
+// tokens.
 static void test_compress(const char *path, const char *scorer, float ratio) {
     static const char *const held = "<bos><|turn>user\nHello.<turn|>\n";
     Model *m = alloc_or_die(1, sizeof *m);
@@ -211,8 +226,8 @@ static void test_compress(const char *path, const char *scorer, float ratio) {
     Session s;
     TokIds ids = { 0 }, out = { 0 }, again = { 0 };
     int32_t text[N_TEXT + 64];
-    load_model(m, path, op, (ModelOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = N_TEXT + 192, .k_type = KV_F16, .v_type = KV_F16,
-                                           .can_score = !scorer }, NULL);
+    load_model(m, path, op, (ModelOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = N_TEXT + 192, .k_type = KV_F16,
+                                            .v_type = KV_F16, .can_score = !scorer }, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     init_session(&s, m, &tok, 0);
     Compressor c = { .ratio = ratio, .file = scorer };
@@ -225,29 +240,33 @@ static void test_compress(const char *path, const char *scorer, float ratio) {
     const int n = (int)ids.n;
     CHECK(compress_prompt(&c, &s, ids.ids, n, first, &out), "%s: expected it to be compressed: %s", path, c.err);
     const int kept = (int)out.n;
-    CHECK(m->len[0] == first && (int)s.held.n == first, "%s: expected the session as it was, %d tokens, got %d", path, first, m->len[0]);
-    CHECK(kept - first > ratio * (float)(n - first) - 2 * CHUNK && kept - first < ratio * (float)(n - first) * 1.2f + 2 * CHUNK,
-          "%s: ratio %g: got %d of %d tokens behind %d", path, (double)ratio, kept - first, n - first, first);
-    CHECK(kept >= first && !memcmp(out.ids, ids.ids, (size_t)(first + CHUNK) * sizeof *out.ids), "%s: expected the start", path);
+    CHECK(m->len[0] == first && (int)s.held.n == first, "%s: expected the session as it was, %d tokens, got %d", path,
+          first, m->len[0]);
+    CHECK(kept - first > ratio * (float)(n - first) - 2 * CHUNK &&
+          kept - first < ratio * (float)(n - first) * 1.2f + 2 * CHUNK,
+          "%s: ratio %g: got %d of %d tokens after %d", path, (double)ratio, kept - first, n - first, first);
+    CHECK(kept >= first && !memcmp(out.ids, ids.ids, (size_t)(first + CHUNK) * sizeof *out.ids),
+          "%s: expected the start", path);
     CHECK(!memcmp(out.ids + kept - CHUNK, ids.ids + n - CHUNK, CHUNK * sizeof *out.ids), "%s: expected the end", path);
     int at = 0, breaks = 0;
-    for (int i = 0; i < kept; i++, at++) {             // a subsequence, whose gaps lie between words
+    for (int i = 0; i < kept; i++, at++) {             // a subsequence with gaps between words
         const int before = at;
         while (at < n && (ids.ids[at] != out.ids[i])) at++;
         breaks += at > before;
         if (at > before && at < n)
-            CHECK(begins_word(&tok, out.ids[i]), "%s: kept token %d behind a gap: expected the start of a word", path, i);
+            CHECK(begins_word(&tok, out.ids[i]), "%s: token %d after a gap: expected the start of a word", path,
+                  i);
     }
     CHECK(at <= n && breaks > 0, "%s: expected the tokens in their order, with gaps", path);
     bool found = false;
     TokIds code = { 0 };
     tok_encode(&tok, " 48213.", 7, TOK_SPECIAL, &code);
     for (int i = 0; i + (int)code.n <= kept; i++) found |= !memcmp(out.ids + i, code.ids, code.n * sizeof *code.ids);
-    CHECK(found, "%s, scorer %s: expected the code among what is kept", path, scorer ? scorer : "none");
+    CHECK(found, "%s, scorer %s: expected the code in the compressed prompt", path, scorer ? scorer : "none");
     CHECK(compress_prompt(&c, &s, ids.ids, n, first, &again) && again.n == out.n &&
           !memcmp(again.ids, out.ids, out.n * sizeof *out.ids), "%s: expected the same again", path);
-    CHECK(compress_prompt(&c, &s, ids.ids, n, n - COMPRESS_FROM + 1, &again) && (int)again.n == n, "%s: expected a short one as it is",
-          path);
+    CHECK(compress_prompt(&c, &s, ids.ids, n, n - COMPRESS_FROM + 1, &again) && (int)again.n == n,
+          "%s: expected a short one as it is", path);
     close_scorer(&c);
     free_session(&s);
     tok_ids_free(&ids);
@@ -258,9 +277,10 @@ static void test_compress(const char *path, const char *scorer, float ratio) {
     close_model(m);
 }
 
-// Of a scorer's layers only those that score are in the plan: all matrices but those of the layers behind.
+// Only the layers of a scorer that score are in the plan: not the matrices of the layers after them.
 static void test_scorer_plan(const char *path) {
-    const ModelOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = 256, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16, .can_score = true };
+    const ModelOptions o = { .n_ctx = 1024, .n_seqs = 1, .n_batch = 256, .n_logits = 1, .k_type = KV_F16,
+                             .v_type = KV_F16, .can_score = true };
     ModelOptions only = o;
     only.scorer_only = true;
     Model *m = alloc_or_die(2, sizeof *m);
@@ -276,25 +296,26 @@ static void test_scorer_plan(const char *path) {
     }
     for (int i = 0; i < 2; i++) bytes[i] = m[i].binder->bytes;
     CHECK(m->n_scored < m->config.n_layers && m->config.layer[m->n_scored - 1].kv_layer == m->n_scored - 1 &&
-          !m->config.layer[m->n_scored - 1].is_swa, "%s: %d of %d layers score, expected some, the last a global one with a cache", path,
+          !m->config.layer[m->n_scored - 1].is_swa,
+          "%s: %d of %d layers score, expected some, the last a global one with a cache", path,
           m->n_scored, m->config.n_layers);
-    CHECK(behind && bytes[1] == bytes[0] - behind, "%s: a scorer's weights: expected %zu bytes less %zu, got %zu", path, bytes[0], behind,
-          bytes[1]);
+    CHECK(behind && bytes[1] == bytes[0] - behind, "%s: a scorer's weights: expected %zu bytes less %zu, got %zu", path,
+          bytes[0], behind, bytes[1]);
     CHECK(m[0].plan.weights ? m[1].plan.weights < m[0].plan.weights - behind / 2 : !m[1].plan.weights,
           "%s: a scorer's plan: expected less than %zu bytes of weights, got %zu", path, m[0].plan.weights, m[1].plan.weights);
     for (int i = 0; i < 2; i++) free_model(&m[i]);
     free(m);
 }
 
-// Three turns, the first of them long: each later prompt begins with what the model was shown before.
+// Three turns, the first one long: each later prompt begins with what the model got before.
 static void test_chat(const char *path) {
     Model *m = alloc_or_die(1, sizeof *m);
     Tokenizer tok;
     Chat c = { .chatting = true, .show = { .newline = true }, .compressor = { .ratio = 0.3f } };
     TokIds shown = { 0 };
     char text[8192] = "";
-    load_model(m, path, op, (ModelOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = 2048, .k_type = KV_F16, .v_type = KV_F16,
-                                           .can_score = true }, NULL);
+    load_model(m, path, op, (ModelOptions){ .n_seqs = 1, .n_batch = 256, .n_ctx = 2048, .k_type = KV_F16,
+                                            .v_type = KV_F16, .can_score = true }, NULL);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     c.s = session_open(m, &tok, 0);
     c.options = (AnswerOptions){ .n_predict = 3, .think_budget = -1, .sampling = { .top_p = 1, .repeat = 1 } };
@@ -307,8 +328,12 @@ static void test_chat(const char *path) {
         CHECK(answer(&c), "chat, turn %d: %s", turn, c.err);
         const int n = c.s->turn.n_prompt;
         if (!turn) CHECK(n > 128 && n < 700, "chat: expected a compressed first prompt, got %d tokens", n);
-        else CHECK(n > before - 4 && n < before + 64, "chat, turn %d: expected a prompt behind %d tokens, got %d", turn, before, n);
-        if (turn) CHECK(c.s->turn.n_run < 64, "chat, turn %d: expected few tokens to run, got %d of %d", turn, c.s->turn.n_run, n);
+        else
+            CHECK(n > before - 4 && n < before + 64, "chat, turn %d: expected a prompt after %d tokens, got %d", turn,
+                  before, n);
+        if (turn)
+            CHECK(c.s->turn.n_run < 64, "chat, turn %d: expected few tokens to run, got %d of %d", turn, c.s->turn.n_run,
+                  n);
         if (turn) CHECK(shown.n < c.shown.n && same_ids(&shown, &c.shown) == (int)shown.n,
                         "chat, turn %d: expected what was shown to stay", turn);
         shown.n = 0;

@@ -1,6 +1,6 @@
-/* test_session.c - session files (parts/session.h): what is read back is what was written, bit for bit, in caches of every type
- * and over a wrap of the rings; files of another model or cache, cut short or changed anywhere, are refused with one line that
- * says what differs, and the session is empty then. */
+/* test_session.c - session files (parts/session.h): reading gives exactly what was written, bit for bit, with caches of
+ * every type and rings that have wrapped; files of another model or cache, and truncated or changed files, are refused
+ * with one line that names the difference, and the session is then empty. */
 #define TESTING
 #include "../gemma4.c"
 #include "steps.h"
@@ -28,11 +28,13 @@ static const ModelOptions f16 = { .n_ctx = N_CTX, .n_seqs = 2, .n_batch = 256, .
 
 static ModelOptions with_types(KvType k, KvType v, bool untied) {
     ModelOptions o = f16;
-    o.k_type = k, o.v_type = v, o.untied = untied;
+    o.k_type = k;
+    o.v_type = v;
+    o.untied = untied;
     return o;
 }
 
-// A session that holds the first n ids, as answers leave it.
+// Makes a session with the first n ids, as after an answer.
 static Session hold(Model *m, int seq, int n) {
     static Tokenizer none;
     Session s;
@@ -43,8 +45,8 @@ static Session hold(Model *m, int seq, int n) {
     return s;
 }
 
-// Hash of the logits of n ids behind what the session holds, which is as long afterwards as before: first drafts that nobody
-// keeps, then all.
+// Hash of the logits of n ids after the session's tokens; the session's length does not change. First runs drafts that
+// are rejected, then all ids.
 static uint64_t next_logits(Model *m, int seq, int n) {
     const size_t vocab = (size_t)m->config.vocab;
     StepRow rows[STEP_ROWS];
@@ -85,20 +87,21 @@ static SessionNote some_note(void) {
     return note;
 }
 
-// ---- there and back -------------------------------------------------------------------------------------------------
+// ---- round trips ----------------------------------------------------------------------------------------------------
 
-// n tokens of session 0 to a file, that into session 1 of another model with a context of n_ctx.
+// Saves n tokens of session 0 to a file and loads it into session 1 of another model with a context of n_ctx.
 static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool snapshot) {
     const char *file = in_tmp("there"), *again = in_tmp("again");
     Model *a = open_model(path, o), *b = open_model(path, (o.n_ctx = n_ctx, o));
     Session s = hold(a, 0, snapshot ? n / 2 : n), r;
-    if (snapshot) {                                    // ring by ring, as all at once
+    if (snapshot) {                                      // ring by ring; the same as all at once
         const size_t bytes = copy_rings(a, 0, NULL, COPY_OUT);
         uint8_t *rings = must(malloc(bytes + 1));
         int pieces = 0;
         do take_snapshot(&s, false), pieces++; while (s.saving);
         copy_rings(a, 0, rings, COPY_OUT);
-        CHECK(!memcmp(rings, s.snapshots[0].rings, bytes) && s.n_snapshots == 1 && s.snapshots[0].n == n / 2, "%s: what was saved in pieces is another", path);
+        CHECK(!memcmp(rings, s.snapshots[0].rings, bytes) && s.n_snapshots == 1 && s.snapshots[0].n == n / 2,
+              "%s: the parts saved one by one differ", path);
         CHECK(pieces >= 1 + (bytes > 0), "%s: %d pieces", path, pieces);
         free(rings);
         for (int i = n / 2; i < n; i++) {
@@ -109,11 +112,12 @@ static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool 
     }
     SessionNote note = some_note(), got;
     CHECK(session_to_file(&s, &note, file, NULL), "%s: %s", path, s.err);
-    r = hold(b, 1, 20);                                // something else before
+    r = hold(b, 1, 20);                                // the session had other tokens before
     const int status = session_from_file(&r, &got, file, NULL);
     CHECK(status == 1, "%s: %d tokens into a context of %d: status %d, %s", path, n, n_ctx, status, r.err);
     if (status == 1) {
-        CHECK(b->len[1] == n && r.held.n == (size_t)n && !memcmp(r.held.ids, s.held.ids, (size_t)n * 4), "%s: %d tokens: ids", path, n);
+        CHECK(b->len[1] == n && r.held.n == (size_t)n && !memcmp(r.held.ids, s.held.ids, (size_t)n * 4),
+              "%s: %d tokens: ids", path, n);
         CHECK(got.seed == note.seed && got.raw && got.n_skipped == 3 && got.messages.n == note.messages.n &&
               !memcmp(got.messages.s, note.messages.s, got.messages.n), "%s: the note came back otherwise", path);
         CHECK(got.pending.n == 2 && got.pending.ids[0] == 5 && got.pending.ids[1] == 6, "%s: pending ids", path);
@@ -124,22 +128,24 @@ static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool 
               "%s: %d tokens%s: written again they are other bytes", path, n, snapshot ? " with a snapshot" : "");
         free(bytes[0]);
         free(bytes[1]);
-        if (snapshot && n_ctx == N_CTX) {              // both go back to the snapshot in the same way
+        if (snapshot && n_ctx == N_CTX) {                // both go back to the snapshot in the same way
             int32_t other[N_CTX];
             memcpy(other, text, sizeof other);
             other[n / 2 + 1]++;
             session_keep(&s, other, n);
             session_keep(&r, other, n);
-            CHECK(a->len[0] == n / 2 + (a->len[0] > n / 2) && a->len[0] == b->len[1], "%s: back to the snapshot: %d tokens, read %d, want %d",
-                  path, a->len[0], b->len[1], n / 2);
+            CHECK(a->len[0] == n / 2 + (a->len[0] > n / 2) && a->len[0] == b->len[1],
+                  "%s: back to the snapshot: %d tokens, read %d, want %d", path, a->len[0], b->len[1], n / 2);
         }
         if (o.penalties) {
             const size_t vocab = (size_t)a->config.vocab;
-            CHECK(!memcmp(a->s.counts, b->s.counts + vocab, vocab * sizeof *a->s.counts), "%s: counts of tokens differ", path);
+            CHECK(!memcmp(a->s.counts, b->s.counts + vocab, vocab * sizeof *a->s.counts), "%s: counts of tokens differ",
+                  path);
         }
         const int more = min_int(N_MORE, n_ctx - b->len[1]);
         const uint64_t want = next_logits(a, 0, more), have = next_logits(b, 1, more);
-        CHECK(want == have, "%s: %d tokens into a context of %d%s: other logits behind them", path, n, n_ctx, snapshot ? ", with a snapshot" : "");
+        CHECK(want == have, "%s: %d tokens into a context of %d%s: other logits after them", path, n, n_ctx,
+              snapshot ? ", with a snapshot" : "");
     }
     session_note_free(&got);
     tok_text_free(&note.messages);
@@ -161,7 +167,8 @@ static void test_round_trips(const char *e, const char *dense, const char *moe) 
     round_trip(dense, with_types(KV_F32, KV_F16, true), R + 30, N_CTX, false);
     round_trip(moe, with_types(KV_F32, KV_F32, false), R + 30, N_CTX, false);
     ModelOptions few = with_types(KV_TQ3, KV_TQ3, false);
-    few.tail = 40, few.ring_type = KV_Q8_0;
+    few.tail = 40;
+    few.ring_type = KV_Q8_0;
     for (int snapshot = 0; snapshot < 2; snapshot++) {
         round_trip(dense, few, 2 * R + 17, N_CTX, snapshot);
         round_trip(e, with_types(KV_Q8_0, KV_TQ4, false), R + 30, N_CTX, snapshot);
@@ -174,7 +181,7 @@ static void test_round_trips(const char *e, const char *dense, const char *moe) 
     printf("window %d, ring %d\n", W, R);
 }
 
-// ---- what is refused ------------------------------------------------------------------------------------------------
+// ---- refused files --------------------------------------------------------------------------------------------------
 
 static void expect_refusal(Model *m, const char *file, const char *word, const char *what) {
     SessionNote note;
@@ -182,17 +189,19 @@ static void expect_refusal(Model *m, const char *file, const char *word, const c
     const int status = session_from_file(&s, &note, file, NULL);
     CHECK(status < 0 && strstr(s.err, word) && !strchr(s.err, '\n') && strstr(s.err, file),
           "%s: status %d, '%s', expected it to say '%s'", what, status, s.err, word);
-    CHECK(m->len[0] == 0 && s.held.n == 0 && !note.messages.s && !note.pending.ids, "%s: the session holds %d tokens", what, m->len[0]);
+    CHECK(m->len[0] == 0 && s.held.n == 0 && !note.messages.s && !note.pending.ids, "%s: the session holds %d tokens",
+          what, m->len[0]);
     free_session(&s);
 }
 
-static void seal(char *bytes, size_t n) {              // checksums for what was changed
+static void seal(char *bytes, size_t n) {              // new checksums after a change
     SessionHeader h;
     Hash hash = hash_new();
     memcpy(&h, bytes, sizeof h);
     h.hash = header_hash(&h);
     memcpy(bytes, &h, sizeof h);
-    for (size_t at = 0; at < n - 8; at += SESSION_PIECE) hash_add(&hash, bytes + at, n - 8 - at < SESSION_PIECE ? n - 8 - at : SESSION_PIECE);
+    for (size_t at = 0; at < n - 8; at += SESSION_PIECE)
+        hash_add(&hash, bytes + at, n - 8 - at < SESSION_PIECE ? n - 8 - at : SESSION_PIECE);
     const uint64_t end = hash_end(&hash);
     memcpy(bytes + n - 8, &end, 8);
 }
@@ -208,7 +217,8 @@ static void test_damage(const char *path) {
     char *bytes = bytes_of(file, &n), *changed = must(malloc(n + 8));
     const SessionHeader *h = (const SessionHeader *)(uintptr_t)bytes;
     const size_t ids = sizeof *h, json = ids + 92 * 4, rows = json + h->n_text, rings = n - 8 - (size_t)h->snapshot_bytes;
-    const size_t ends[] = { 0, 1, 8, sizeof *h - 1, sizeof *h, sizeof *h + 8, ids + 1, json, rows, rows + 7, rings, n - 8, n - 1 };
+    const size_t ends[] = { 0, 1, 8, sizeof *h - 1, sizeof *h, sizeof *h + 8, ids + 1, json, rows, rows + 7, rings,
+                            n - 8, n - 1 };
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
         put_file(file, bytes, ends[i]);
         expect_refusal(m, file, ends[i] < sizeof *h + 8 ? "expected a gemma4 session file" : "truncated", "a file cut short");
@@ -216,28 +226,36 @@ static void test_damage(const char *path) {
     memcpy(changed, bytes, n);
     memset(changed + n, 0, 8);
     put_file(file, changed, n + 8);
-    expect_refusal(m, file, "truncated or damaged", "a file with more behind it");
+    expect_refusal(m, file, "truncated or damaged", "a file with more bytes after its end");
     for (size_t at = 0; at < n; at += at < json + 8 ? 1 : 1 + n / 150) {
         memcpy(changed, bytes, n);
         changed[at] = (char)(changed[at] ^ (1 << at % 8));
         put_file(file, changed, n);
-        expect_refusal(m, file, at < 8 ? "another file" : at < 16 ? "version" : at < sizeof *h ? "damaged" : at < json ? "" : "checksum",
+        expect_refusal(m, file, at < 8 ? "another file" : at < 16 ? "version" : at < sizeof *h ? "damaged" : at < json
+                       ? "" : "checksum",
                        "a changed byte");
     }
     static const struct { const char *what, *word; size_t at; uint32_t value; } fields[] = {
         { "another model", "model: expected", 24, 1 }, { "another tokenizer", "tokenizer: expected", 32, 1 },
         { "other weights", "weights: expected", 40, 1 }, { "another layout", "cache: expected", 48, 1 },
-        { "f32", "-ctk: expected f16, got f32; try -ctk f32", 56, KV_F32 }, { "no type", "-ctv: expected f16, got an unknown", 60, 77 },
+        { "f32", "-ctk: expected f16, got f32; try -ctk f32", 56, KV_F32 },
+        { "no type", "-ctv: expected f16, got an unknown", 60, 77 },
         { "untied", "--kv-layout: expected tied, got untied", 64, 1 }, { "window", "window: expected", 68, 17 },
-        { "rings", "--kv-swa: expected f16, got bf16; try --kv-swa bf16", 72, KV_BF16 }, { "tails", "--kv-tail: expected tails of 0 rows, got 64", 76, 64 },
+        { "rings", "--kv-swa: expected f16, got bf16; try --kv-swa bf16", 72, KV_BF16 },
+        { "tails", "--kv-tail: expected tails of 0 rows, got 64", 76, 64 },
         { "too many tokens", "try -c ", 80, N_CTX + 1 }, { "most tokens", "try -c ", 80, UINT32_MAX },
-        { "fewer tokens", "do not agree", 80, 89 }, { "more pending", "do not agree", 84, 3 }, { "huge pending", "do not agree", 84, UINT32_MAX },
-        { "seen before the end", "do not agree", 88, 5 }, { "rows far ahead", "try -c ", 88, 100000 }, { "seen, huge", "do not agree", 88, UINT32_MAX },
-        { "no ring", "cache: expected", 92, 0 }, { "a ring too short", "do not agree", 92, 1 }, { "a huge ring", "do not agree", 92, UINT32_MAX },
-        { "a snapshot after the end", "do not agree", 96, 91 }, { "no snapshot", "do not agree", 96, 0 }, { "a snapshot of fewer rows", "do not agree", 100, 1 },
+        { "fewer tokens", "do not agree", 80, 89 }, { "more pending", "do not agree", 84, 3 },
+        { "huge pending", "do not agree", 84, UINT32_MAX },
+        { "seen before the end", "do not agree", 88, 5 }, { "rows far ahead", "try -c ", 88, 100000 },
+        { "seen, huge", "do not agree", 88, UINT32_MAX },
+        { "no ring", "cache: expected", 92, 0 }, { "a ring too short", "do not agree", 92, 1 },
+        { "a huge ring", "do not agree", 92, UINT32_MAX },
+        { "a snapshot after the end", "do not agree", 96, 91 }, { "no snapshot", "do not agree", 96, 0 },
+        { "a snapshot of fewer rows", "do not agree", 100, 1 },
         { "huge rings", "do not agree", 104, UINT32_MAX }, { "huge rings in 64 bits", "do not agree", 108, UINT32_MAX },
         { "much text", "do not agree", 120, UINT32_MAX }, { "neither text nor conversation", "do not agree", 128, 2 },
-        { "a negative id", "token 0: expected an id", 168, UINT32_MAX }, { "an id too large", "token 1: expected an id", 172, 1 << 30 },
+        { "a negative id", "token 0: expected an id", 168, UINT32_MAX },
+        { "an id too large", "token 1: expected an id", 172, 1 << 30 },
     };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
         memcpy(changed, bytes, n);
@@ -247,7 +265,7 @@ static void test_damage(const char *path) {
         expect_refusal(m, file, fields[i].word, fields[i].what);
     }
     memcpy(changed, bytes, n);
-    memset(changed + rows, 0xff, n - 8 - rows);        // rows that are NaN, with a true checksum: nothing may crash
+    memset(changed + rows, 0xff, n - 8 - rows);        // rows of NaN with a correct checksum: no crash
     seal(changed, n);
     put_file(file, changed, n);
     CHECK(session_from_file(&s, &got, file, NULL) == 1, "rows of any bytes: %s", s.err);
@@ -275,27 +293,28 @@ static void test_others(const char *path, const char *dense) {
         { path, with_types(KV_F32, KV_F32, false), "-ctk: expected f32, got f16" },
         { path, with_types(KV_F16, KV_F32, false), "-ctv: expected f32, got f16" },
         { path, with_types(KV_F16, KV_F16, true), "--kv-layout: expected untied, got tied" },
-        { path, (ModelOptions){ .n_ctx = 39, .n_seqs = 1, .n_batch = 64, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16 },
+        { path, (ModelOptions){ .n_ctx = 39, .n_seqs = 1, .n_batch = 64, .n_logits = 1, .k_type = KV_F16,
+                                .v_type = KV_F16 },
           "it has 40 tokens: expected at most 39; try -c 552" } };
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         Model *other = open_model(others[i].path, others[i].o);
         expect_refusal(other, file, others[i].word, others[i].word);
         close_model(other);
     }
-    Draft d = read_draft(path);                        // a vocabulary with another text in it
+    Draft d = read_draft(path);                        // a vocabulary with one other text
     DraftKey *tokens = draft_key(&d, "tokenizer.ggml.tokens");
     tokens->value.data[tokens->value.n - 1] ^= 1;
     m = open_model(write_draft(&d, in_tmp("words.gguf")), f16);
     expect_refusal(m, file, "tokenizer: expected", "another vocabulary");
     close_model(m);
-    d = read_draft(path);                              // trained on: the same shapes
+    d = read_draft(path);                              // other weights with the same shapes
     d.tensors[d.n_tensors / 2].data.data[0] ^= 1;
     m = open_model(write_draft(&d, in_tmp("weights.gguf")), f16);
     expect_refusal(m, file, "weights: expected", "other weights");
     close_model(m);
 }
 
-// A write that fails leaves the old file and nothing beside it.
+// A write that fails keeps the old file and leaves no other file.
 static void test_failed_write(const char *path) {
     const char *folder = in_tmp("folder"), *file = in_tmp("folder/s");
     if (mkdir(folder, 0700)) must(NULL);
@@ -314,9 +333,11 @@ static void test_failed_write(const char *path) {
     CHECK(!ok && strstr(s.err, file) && strstr(s.err, "the old file is unchanged"), "a full disk: '%s'", s.err);
     char *after = bytes_of(file, &n_after);
     CHECK(n == n_after && !memcmp(before, after, n), "a full disk: the old file is not as it was");
-    CHECK(!session_to_file(&s, &(SessionNote){ 0 }, "/dev/full", NULL) && strstr(s.err, "got a device"), "/dev/full: '%s'", s.err);
-    CHECK(!session_to_file(&s, &(SessionNote){ 0 }, in_tmp("nowhere/s"), NULL) && strstr(s.err, "No such file"), "no folder: '%s'", s.err);
-    CHECK(!unlink(file) && !rmdir(folder), "something is left beside the file");
+    CHECK(!session_to_file(&s, &(SessionNote){ 0 }, "/dev/full", NULL) && strstr(s.err, "got a device"),
+          "/dev/full: '%s'", s.err);
+    CHECK(!session_to_file(&s, &(SessionNote){ 0 }, in_tmp("nowhere/s"), NULL) && strstr(s.err, "No such file"),
+          "no folder: '%s'", s.err);
+    CHECK(!unlink(file) && !rmdir(folder), "another file is left");
     free_session(&s);
     close_model(m);
     free(before);
@@ -329,7 +350,9 @@ int main(void) {
     const char *e = make_model("e", "micro-e", "f16", NULL), *dense = make_model("dense", "micro-dense", "f16", NULL);
     const char *moe = make_model("moe", "micro-moe", "f16", NULL);
     char paths[3][700];
-    snprintf(paths[0], 700, "%s", e), snprintf(paths[1], 700, "%s", dense), snprintf(paths[2], 700, "%s", moe);
+    snprintf(paths[0], 700, "%s", e);
+    snprintf(paths[1], 700, "%s", dense);
+    snprintf(paths[2], 700, "%s", moe);
     for (int i = 0; i < N_CTX + N_MORE; i++) text[i] = (int32_t)(random_unit(3, i) * 256);
     test_round_trips(paths[0], paths[1], paths[2]);
     test_damage(paths[0]);

@@ -1,8 +1,7 @@
-/* test_terminal.c - the chat as a person sees it: a program at a pseudo-terminal, its prompt, lines, Ctrl-C and Ctrl-D.
+/* test_terminal.c - the chat as a user sees it, on a pseudoterminal: its prompt, lines, Ctrl-C and Ctrl-D.
  *
- * Run from the top of the repository. Chats that need no terminal are in test_cli.sh. The line editor is tested with each
- * library by tests/lines.c, which make builds.
- * Environment: GEMMA4 (./gemma4), BUILD (build), TMPDIR (/tmp). */
+ * Run from the top of the repository. test_cli.sh tests chats that need no terminal. The line editor is tested with
+ * each library, with tests/lines.c, which make builds. Environment: GEMMA4 (./gemma4), BUILD (build), TMPDIR (/tmp). */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <sys/stat.h>
@@ -35,7 +34,8 @@ static void ends(const char *what, int expected) {
     CHECK(sane, "%s: the terminal is left in another mode", what);
 }
 
-#define GRUEN  "gr\xc3\xbcn"                            // an umlaut, CJK, emoji joined to one, a combining mark, Hebrew, Arabic
+// an umlaut, CJK, several emoji joined to one, a combining mark, Hebrew, Arabic
+#define GRUEN  "gr\xc3\xbcn"
 #define CJK    "\xe4\xb8\xad\xe6\x96\x87"
 #define EMOJI  "\xf0\x9f\x98\x80"
 #define FAMILY "\xf0\x9f\x91\xa8\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7"
@@ -68,7 +68,7 @@ static void test_talk(void) {
     says("/stats\n", "; 0 messages");
     snprintf(line, sizeof line, "/load %s/talk.json\n", tmp);
     says(line, "4 messages loaded from");
-    says("one \\\n", ". ");                             // goes on in the next line
+    says("one \\\n", ". ");                             // continues on the next line
     says("two " WORLD "\n", "\n> ");
     snprintf(line, sizeof line, "/save %s/lines.json\n", tmp);
     says(line, "6 messages saved");
@@ -93,7 +93,7 @@ static void test_interrupt(void) {
     CHECK(pty_expect(&p, "; 2 messages"), "the answer so far is not kept: %s", pty_tail(&p));
     CHECK(pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
     says("/nothing", "/nothing");
-    says("\003", "press Ctrl-C again to quit");           // takes the line back
+    says("\003", "press Ctrl-C again to quit");         // removes the line
     CHECK(pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
     says("/stats\n", "; 2 messages");
     CHECK(pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
@@ -102,32 +102,32 @@ static void test_interrupt(void) {
     ends("Ctrl-C twice", 130);
     CHECK(!strstr(p.shows, "unknown command"), "Ctrl-C leaves the line: %s", pty_tail(&p));
 
-    // Ctrl-C again and again while it works: whether the answer stops first or not, the program ends.
+    // Repeated Ctrl-C during an answer: the program ends, whether the answer stops first or not.
     if (!start("-n", "8000", "--ignore-eos", NULL)) return;
     says("Tell me a story about a fox.\n", "Once upon");
     for (int i = 0; i < 1200 && pty_running(&p); i++) {
         if (!pty_send(&p, "\003")) break;
-        poll(NULL, 0, 50);                             // signals that come at once are one
+        poll(NULL, 0, 50);                             // signals at the same time would be merged
     }
     ends("Ctrl-C again and again", 130);
 }
 
-// One answer at a terminal is no chat, and ends with 130 after Ctrl-C.
+// A single answer on a terminal is not a chat and ends with status 130 after Ctrl-C.
 static void test_one_answer(void) {
-    const char *argv[] = { gemma4, MODEL, "-p", "Tell me a story.", "--temp", "0", "-t", "1", "--ignore-eos", "-n", "8000",
-                           NULL };
+    const char *argv[] = { gemma4, MODEL, "-p", "Tell me a story.", "--temp", "0", "-t", "1", "--ignore-eos", "-n",
+                           "8000", NULL };
     if (!CHECK(pty_start(&p, argv, PTY_ALL, NULL), "no terminal")) return;
     CHECK(pty_expect(&p, "Once upon"), "no answer: %s", pty_tail(&p));
     pty_send(&p, "\003");
     ends("-p and Ctrl-C", 130);
     CHECK(strstr(p.shows, "stopped: interrupted"), "-p and Ctrl-C: %s", pty_tail(&p));
-    const char *piped[] = { gemma4, MODEL, "-n", "4", NULL };             // stdout is no terminal: no chat without -i
+    const char *piped[] = { gemma4, MODEL, "-n", "4", NULL };    // stdout is not a terminal: no chat without -i
     if (!CHECK(pty_start(&p, piped, PTY_IN | PTY_ERR, NULL), "no terminal")) return;
     ends("no prompt", 1);
     CHECK(strstr(p.shows, "-p: expected a prompt"), "no prompt: %s", pty_tail(&p));
 }
 
-// Lines are kept from one chat to the next, where the build edits lines.
+// The history is kept from one chat to the next, if the build has a line editor.
 static void test_history(void) {
     char file[600];
     snprintf(file, sizeof file, "%s/history", tmp);
@@ -145,14 +145,14 @@ static void test_history(void) {
     ends("--history", 0);
     if (!CHECK(pty_start(&p, argv, PTY_ALL, NULL), "no terminal")) return;
     CHECK(pty_expect(&p, "/help lists") && pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
-    says("\020", "remember me");                       // Ctrl-P: the line before
+    says("\020", "remember me");                       // Ctrl-P: the previous line
     says("\003", "press Ctrl-C again");
     CHECK(pty_expect(&p, "> "), "no prompt: %s", pty_tail(&p));
     says("\004", "");
     ends("--history again", 0);
 }
 
-// ---- the line editor with each library, in the locales that there may be ----
+// ---- the line editor with each library, in several locales -----------------
 
 static bool start_lines(const char *library, const char *file) {
     char program[600];
@@ -163,7 +163,7 @@ static bool start_lines(const char *library, const char *file) {
            CHECK(pty_expect(&p, "> "), "%s: no prompt: %s", library, pty_tail(&p));
 }
 
-// Types a line, in two parts if cut > 0, and waits for a message: what it ends with, or one of two.
+// Types a line, in two parts if cut > 0, and waits for a message with one of two ends.
 static void types(const char *library, const char *line, size_t cut, const char *want, const char *or) {
     const size_t from = p.at;
     const char *locale = getenv("LC_ALL") ? getenv("LC_ALL") : getenv("LANG") ? getenv("LANG") : "(none)";
@@ -171,20 +171,21 @@ static void types(const char *library, const char *line, size_t cut, const char 
                "%s, locale %s: '%s' is no message: %s", library, locale, line, pty_tail(&p))) return;
     p.shows[p.at - 2] = 0;
     const char *got = strstr(p.shows + from, "got [");
-    CHECK(got && (strstr(got, want) || (or && strstr(got, or))), "%s, locale %s: '%s': expected '%s', got: %s", library, locale,
-          line, want, got ? got : "");
+    CHECK(got && (strstr(got, want) || (or && strstr(got, or))), "%s, locale %s: '%s': expected '%s', got: %s", library,
+          locale, line, want, got ? got : "");
     p.shows[p.at - 2] = '>';
 }
 
 static void test_lines(const char *library) {
     static const struct { const char *all, *lang; } locales[] = {
-        { "C", NULL }, { "POSIX", "C.UTF-8" }, { NULL, NULL }, { "C.UTF-8", NULL }, { "xx_YY.UTF-8", NULL }, { NULL, "xx_YY.UTF-8" } };
+        { "C", NULL }, { "POSIX", "C.UTF-8" }, { NULL, NULL }, { "C.UTF-8", NULL }, { "xx_YY.UTF-8", NULL },
+        { NULL, "xx_YY.UTF-8" } };
     static const struct { const char *line; size_t cut; const char *want, *or; } lines[] = {
         { WORLD "\n", 0, "got [" WORLD "]", NULL },
         { "a\xc3\xbc\x7f" "b\n", 0, "got [ab]", NULL },                      // Backspace
         { "a" CJK "\x7f" "b\n", 0, "got [a\xe4\xb8\xad" "b]", NULL },
         { "a" EMOJI "\x7f" "b\n", 0, "got [ab]", NULL },
-        { "ae" ACUTE "\x7f" "b\n", 0, "got [aeb]", "got [ab]" },            // the mark, or what it belongs to as well
+        { "ae" ACUTE "\x7f" "b\n", 0, "got [aeb]", "got [ab]" },            // erases the mark, or the whole character
         { "a\xc3\xbc" "b\n", 2, "got [a\xc3\xbc" "b]", NULL },               // arrives in parts
         { "a" EMOJI "b\n", 2, "got [a" EMOJI "b]", NULL },
         { "a" EMOJI "b\n", 4, "got [a" EMOJI "b]", NULL },
@@ -192,7 +193,7 @@ static void test_lines(const char *library) {
         { "a\xf0\x9f" "b\n", 0, "b]", NULL },
         { "a\xed\xa0\x80\xc0\xaf" "b\n", 0, "b]", NULL },
         { "a\xc3\n", 0, "got [a", NULL },
-        { WORLD "\n", 0, "got [" WORLD "]", NULL },                           // after it, all is well
+        { WORLD "\n", 0, "got [" WORLD "]", NULL },                           // the next line is correct
         { GRUEN "\\\n" CJK "\n", 0, "got [" GRUEN "\r\n" CJK "]", NULL },
     };
     const bool edits = strcmp(library, "none") != 0;
@@ -209,19 +210,19 @@ static void test_lines(const char *library) {
         if (!start_lines(library, NULL)) return;
         for (size_t i = 0; i < (k ? 2 : sizeof lines / sizeof *lines); i++)
             types(library, lines[i].line, lines[i].cut, lines[i].want, lines[i].or);
-        if (edits) types(library, "\020\n", 0, k ? "got [ab]" : "got [" GRUEN, NULL);       // Ctrl-P: the line before
+        if (edits) types(library, "\020\n", 0, k ? "got [ab]" : "got [" GRUEN, NULL);       // Ctrl-P: the previous line
         says("\004", "");
         ends(library, 0);
     }
     snprintf(file, sizeof file, "%s/lines-%s", tmp, library);
     set_locale(NULL, NULL);
-    for (int mode = 0600; edits && mode <= 0640; mode += 040) {            // a file that is there keeps its mode
+    for (int mode = 0600; edits && mode <= 0640; mode += 040) {            // an existing file keeps its mode
         if (!start_lines(library, file)) return;
         types(library, mode == 0600 ? WORLD "\n" : "\020\n", 0, "got [" WORLD "]", NULL);
         says("\004", "");
         ends(library, 0);
-        CHECK(!stat(file, &st) && (int)(st.st_mode & 0777) == mode, "%s: expected a history of mode %o, got %o", library,
-              (unsigned)mode, (unsigned)st.st_mode & 0777);
+        CHECK(!stat(file, &st) && (int)(st.st_mode & 0777) == mode, "%s: expected a history of mode %o, got %o",
+              library, (unsigned)mode, (unsigned)st.st_mode & 0777);
         chmod(file, 0640);
     }
 }

@@ -1,19 +1,19 @@
-/* test_verify.c - text with guesses is the text without: the same ids, reasons, tokens held and second answers, greedy
- * and drawn, whoever guesses and however well.
+/* test_verify.c - speculative decoding does not change the text: the same ids, end reasons, session tokens and second
+ * answers, greedy and sampled, with every speculation method and any acceptance rate.
  *
- *   test_verify [mtp] [dflash] [e]     on the CPU, and on the GPU where there is one; which pairs, none: all of them
- *   test_verify -few                   on the GPU, one model and few ids: for the emulated one
+ *   test_verify [mtp] [dflash] [e] on the CPU, and on the GPU if there is one; pairs of models to test, default: all
+ *   test_verify -few on the GPU, one model and few ids: for the emulator
  *
- * The guesses are those of a drafter, as chains and as trees, prompt lookup's (--spec ngram) and those of a table
- * (ngram-mod), which is first empty, then knows the text from an earlier answer, so that long guesses are right, then
- * has a part of its entries replaced by ids at random, among them those that end a text. Stop strings, -n, a full
- * context with and without a shift, Ctrl-C and several sessions in one step come in between. Last, pairs of tokens drawn
- * with many seeds, at and behind right and wrong guesses, are compared with their probabilities by chi-square, which has
- * to find two wrong verifiers.
+ * Drafts come from a drafter, as chains and as trees, from prompt lookup (--spec ngram) and from a table (ngram-mod),
+ * which is first empty, then has the text of an earlier answer, so that long drafts are accepted, then has some entries
+ * replaced by random ids, also ids that end a text. There are cases with stop strings, -n, a full context with and
+ * without a shift, Ctrl-C and several sessions in one step. Finally, pairs of tokens sampled with many seeds, at and
+ * after accepted and rejected drafts, are compared with their probabilities by chi-square; the test must detect two
+ * wrong verifiers.
  *
- * LONG=1: 200 prompts that differ, up to 256 ids each, greedy and drawn, eight in a step, with prompt lookup, an MTP
- * drafter, a DFlash drafter and its trees; two of each kind with everybody who guesses, and with penalties. Run from
- * the top of the repository: the models lie there. */
+ * LONG=1: 200 different prompts, up to 256 ids each, greedy and sampled, eight in a step, with prompt lookup, an MTP
+ * drafter, a DFlash drafter and its trees; two of each kind with all methods, and with penalties. Run from the top of
+ * the repository, where the models are. */
 #define TESTING
 #include "../gemma4.c"
 #include "chi.h"
@@ -21,7 +21,7 @@
 #include "card.h"
 #include "steps.h"
 
-enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // from this one on with a drafter
+enum { MOST_IDS = 1024, N_KINDS = 4, N_GUESSERS = 10, FIRST_DRAFTER = 6 };    // methods from this one on need a drafter
 
 typedef struct {
     const char *name;
@@ -37,7 +37,7 @@ typedef struct {
     int32_t ids[MOST_IDS];
     int     n, len, shifts;
     const char *why;
-    uint64_t held;            // hash of the tokens that the session holds
+    uint64_t held;            // hash of the session's tokens
     DraftCount drafts;
 } Answer;
 
@@ -48,7 +48,7 @@ static Model *open_model(const char *path, const char *drafter, int n_ctx, int n
     return open_pair(path, o);
 }
 
-// A prompt as the chat writes it, and texts that go on: stories, lists that repeat, an edit, which repeats a text.
+// A prompt as the chat writes it, and texts to continue: stories, lists that repeat, an edit, which repeats a text.
 static void set_prompt_text(int i, char *text, size_t room) {
     static const char *const who[] = { "fox", "robot", "king", "cat", "baker", "sailor", "dragon", "teacher", "farmer",
                                        "mouse" };
@@ -96,10 +96,12 @@ static void begin(Session *s, int i, const AnswerOptions *o) {
     tok_ids_free(&ids);
 }
 
-static bool took(Session *s, const Event *e, Answer *a) {              // false: it was the end
+static bool took(Session *s, const Event *e, Answer *a) {              // false: the answer ended
     for (int k = 0; e->kind == EVENT_TOKEN && k < e->n_ids && a->n < MOST_IDS; k++) a->ids[a->n++] = e->ids[k];
     if (e->kind != EVENT_END) return true;
-    a->why = s->turn.why, a->shifts = s->turn.shifts, a->drafts = s->turn.drafts;
+    a->why = s->turn.why;
+    a->shifts = s->turn.shifts;
+    a->drafts = s->turn.drafts;
     a->len = s->m->len[s->seq];
     a->held = hash_bytes(s->held.ids, s->held.n * sizeof *s->held.ids);
     return false;
@@ -116,9 +118,9 @@ static Answer tell(Session *s, int i, const AnswerOptions *o, int cancel_after) 
     return a;
 }
 
-// Rows of a tree may differ in their last bits on a GPU, as their keys lie in another order, then by as much as activations are
-// rounded, and a token may be drawn on the other side of a boundary: texts that were drawn with trees there may part, which is
-// counted (an H100: 6 of 36). Greedy ones may not.
+// On a GPU, rows of a tree may differ in their last bits, because their keys are in another order, and then by the
+// rounding of activations; so a sampled token may be another one at a boundary. Sampled texts with trees may differ
+// there, which is counted (on an H100: 6 of 36). Greedy texts may not.
 static int n_drawn_with_trees, n_parted;
 
 static void compare(const Answer *got, const Answer *want, const char *what, const char *how, const char *who, int i) {
@@ -133,14 +135,14 @@ static void compare(const Answer *got, const Answer *want, const char *what, con
     }
     char where[160];
     snprintf(where, sizeof where, "%s, %s, prompt %d: %s", what, how, i, who);
-    CHECK(same == got->n && same == want->n, "%s: %d ids, %d without guesses, the first %d the same", where, got->n,
+    CHECK(same == got->n && same == want->n, "%s: %d ids, %d without drafts, the first %d the same", where, got->n,
           want->n, same);
-    CHECK(got->why == want->why, "%s: ends with %s, without guesses %s", where, got->why, want->why);
+    CHECK(got->why == want->why, "%s: ends with %s, without drafts %s", where, got->why, want->why);
     CHECK(got->held == want->held && got->len == want->len && got->shifts == want->shifts,
-          "%s: the session holds %d tokens, without guesses %d", where, got->len, want->len);
+          "%s: the session has %d tokens, without drafts %d", where, got->len, want->len);
 }
 
-static void spoil_table(Model *m) {                    // one in five of the entries is another
+static void spoil_table(Model *m) {                    // replaces one of five entries
     uint32_t r = 1;
     for (size_t i = 0; i < (size_t)1 << NGRAM_MOD_BITS; i++) {
         r = r * 1664525 + 1013904223;
@@ -166,7 +168,7 @@ static const struct { const char *who; Drafting drafting; bool forget, spoil; } 
     { "auto, a tree", { .kind = SPEC_AUTO, .n_max = 16, .tree = 20 }, false, false },
 };
 
-static Drafting drafting_by(const Model *m, int g) {   // whichever drafter there is
+static Drafting drafting_by(const Model *m, int g) {   // for the model's drafter
     Drafting d = guessers[g].drafting;
     if (d.kind == SPEC_MTP) d.kind = drafter_of(m);
     return d;
@@ -174,11 +176,12 @@ static Drafting drafting_by(const Model *m, int g) {   // whichever drafter ther
 
 static void forget(Session *s) {
     reset_session(s->m, s->seq);
-    s->held.n = 0, s->n_snapshots = 0;
+    s->held.n = 0;
+    s->n_snapshots = 0;
 }
 
-// One prompt: without guesses, then with each kind of them in a session of its own; what the last one holds is gone on
-// with. Counts go to sum (N_GUESSERS).
+// One prompt: without drafts, then with each method in a separate session; the last one is continued. Adds counts to
+// sum (N_GUESSERS).
 static void one_prompt(Session *plain, Session *s, const char *name, const Choosing *c, int i, int n, Ends end,
                        DraftCount *sum) {
     char what[64];
@@ -188,21 +191,23 @@ static void one_prompt(Session *plain, Session *s, const char *name, const Choos
     const Answer want = tell(plain, i, &o, cancel_after);
     for (int g = 0; g < N_GUESSERS; g++) {
         if (g >= FIRST_DRAFTER && s->m->drafter->kind == DRAFTER_NONE) break;
-        if (g < FIRST_DRAFTER && s->m->drafter->kind == DRAFTER_DFLASH) continue;       // the other pair has tried these
+        if (g < FIRST_DRAFTER && s->m->drafter->kind == DRAFTER_DFLASH) continue;       // tested with the other pair
         if (guessers[g].forget) forget_table();
         if (guessers[g].spoil && ngram_mod.next) spoil_table(s->m);
         o.drafting = drafting_by(s->m, g);
         forget(s);
         const Answer got = tell(s, i, &o, cancel_after);
-        if (end == CANCELLED) {                        // where it stops depends on how many tokens a step makes
+        if (end == CANCELLED) {                        // the end depends on how many tokens a step makes
             const int both = min_int(got.n, want.n);
-            CHECK((both >= cancel_after || got.n == want.n) && !memcmp(got.ids, want.ids, (size_t)both * sizeof *got.ids),
+            CHECK((both >= cancel_after || got.n == want.n) &&
+                  !memcmp(got.ids, want.ids, (size_t)both * sizeof *got.ids),
                   "%s, %s, prompt %d: %s: %d ids differ", what, c->name, i, guessers[g].who, both);
         } else {
             compare(&got, &want, what, c->name, guessers[g].who, i);
         }
-        sum[g].drafted += got.drafts.drafted, sum[g].accepted += got.drafts.accepted;
-        // What the session holds serves the next answer as well as it would without guesses.
+        sum[g].drafted += got.drafts.drafted;
+        sum[g].accepted += got.drafts.accepted;
+        // The session's tokens give the same next answer as without drafts.
         o.n_predict = 6;
         const Answer more = tell(s, i + 4, &o, 0);
         o.drafting.kind = SPEC_OFF;
@@ -219,7 +224,11 @@ enum { COMPANY = 8 };         // sessions of the long form
 static void tell_together(Session *s, int n, int first, const AnswerOptions *o, Answer *out) {
     bool runs[COMPANY];
     int n_runs = n;
-    for (int k = 0; k < n; k++) begin(&s[k], first + k, &o[k]), runs[k] = true, out[k] = (Answer){ 0 };
+    for (int k = 0; k < n; k++) {
+        begin(&s[k], first + k, &o[k]);
+        runs[k] = true;
+        out[k] = (Answer){ 0 };
+    }
     while (n_runs) {
         Session *some[COMPANY];
         Event e[COMPANY];
@@ -231,7 +240,7 @@ static void tell_together(Session *s, int n, int first, const AnswerOptions *o, 
     }
 }
 
-// Prompts from `first` on in common steps: without guesses, then with prompt lookup, or the drafter and its trees.
+// Prompts from `first` on in common steps: without drafts, then with prompt lookup, or with the drafter and its trees.
 // Returns how many ids were compared.
 static long many_prompts(Session *s, const char *name, const Choosing *c, int first, int n, DraftCount *sum) {
     const Model *m = s->m;
@@ -239,7 +248,7 @@ static long many_prompts(Session *s, const char *name, const Choosing *c, int fi
     Answer want[COMPANY], got[COMPANY];
     AnswerOptions o[COMPANY];
     long compared = 0;
-    for (int g = -1; g < N_GUESSERS; g++) {            // -1: nobody guesses
+    for (int g = -1; g < N_GUESSERS; g++) {            // -1: without drafts
         if (g >= 0 && g != also && (g != FIRST_DRAFTER || m->drafter->kind == DRAFTER_NONE)) continue;
         for (int k = 0; k < COMPANY; k++) {
             o[k] = options_of(c, n, TO_THE_END, g < 0 ? (Drafting){ .kind = SPEC_OFF } : drafting_by(m, g), first + k);
@@ -248,14 +257,15 @@ static long many_prompts(Session *s, const char *name, const Choosing *c, int fi
         tell_together(s, COMPANY, first, o, g < 0 ? want : got);
         for (int k = 0; g >= 0 && k < COMPANY; k++) {
             compare(&got[k], &want[k], name, c->name, guessers[g].who, first + k);
-            sum[g].drafted += got[k].drafts.drafted, sum[g].accepted += got[k].drafts.accepted;
+            sum[g].drafted += got[k].drafts.drafted;
+            sum[g].accepted += got[k].drafts.accepted;
             compared += got[k].n;
         }
     }
     return compared;
 }
 
-// Three sessions, in steps of their own and then in common ones: what each says does not depend on the others' guesses.
+// Three sessions, in separate steps and then in common ones: the text of each does not depend on the others' drafts.
 static void in_company(const Model *m, Session *s, const char *name, int n) {
     const SpecKind drafter = m->drafter->kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(m);
     const Drafting company[3] = { { .kind = SPEC_NGRAM, .n_max = 12 }, { .kind = SPEC_NGRAM_MOD, .n_max = 12 },
@@ -273,17 +283,19 @@ static void in_company(const Model *m, Session *s, const char *name, int n) {
     for (int k = 0; k < 3; k++) compare(&together[k], &alone[k], name, choosing[k].name, "in company", k + 1);
 }
 
-// ---- what is drawn, by chi-square ------------------------------------------------------------------------------------
+// ---- sampled tokens, by chi-square
+// -----------------------------------------------------------------------------------
 
-// Tokens that may be drawn behind a prompt, the likeliest first, and how often: first, and behind each of them second.
+// Tokens that may be sampled after a prompt, the most probable first, and how often: as first token, and after each of
+// them as second.
 enum { TOP_K = 12, PAIRS = TOP_K * TOP_K };
 typedef struct { int32_t id[TOP_K]; double p[TOP_K]; } Choice;
 typedef struct { Choice first, second[TOP_K]; } Exact;
-typedef struct { int first[TOP_K], second[TOP_K], pair[PAIRS], n; } Drawn;         // by place in these lists
+typedef struct { int first[TOP_K], second[TOP_K], pair[PAIRS], n; } Drawn;         // by rank in these lists
 
 static const SampleParams drawing = { .temperature = 1.5f, .top_k = TOP_K, .top_p = 1, .repeat = 1 };
 
-// The choice behind n tokens that follow what session 0 holds, which stays as it is: in double, from the logits.
+// The distribution after n more tokens of session 0, which does not change: in double, from the logits.
 static void choice_behind(Model *m, const int32_t *ids, int n, Choice *c) {
     float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
     double total = 0;
@@ -300,17 +312,20 @@ static void choice_behind(Model *m, const int32_t *ids, int n, Choice *c) {
     free(logits);
 }
 
-static int place_of(const Choice *c, int32_t id) {     // TOP_K: it may not be drawn
+static int place_of(const Choice *c, int32_t id) {     // TOP_K: it cannot be sampled
     int k = 0;
     while (k < TOP_K && c->id[k] != id) k++;
     return k;
 }
 
 static void count_drawn(Drawn *d, int first, int second) {
-    d->first[first]++, d->second[second]++, d->pair[first * TOP_K + second]++, d->n++;
+    d->first[first]++;
+    d->second[second]++;
+    d->pair[first * TOP_K + second]++;
+    d->n++;
 }
 
-// How far first tokens, second ones and pairs are from what should have been drawn: chi-square, as a part of its bound.
+// The deviation of first tokens, second tokens and pairs from their probabilities: chi-square relative to its bound.
 static void set_distance(const Drawn *d, const Exact *e, double *part) {
     double second[TOP_K] = { 0 }, pair[PAIRS];
     for (int i = 0; i < PAIRS; i++) {
@@ -326,7 +341,7 @@ static void set_distance(const Drawn *d, const Exact *e, double *part) {
     }
 }
 
-// What comes of the last step with this seed. The session stays `len` tokens long.
+// Verifies the last step with this seed. The session's length stays `len`.
 static const StepResult *judge(Model *m, int len, uint64_t seed) {
     SampleParams p = drawing;
     p.seed = seed;
@@ -337,9 +352,10 @@ static const StepResult *judge(Model *m, int len, uint64_t seed) {
     return m->result;
 }
 
-// A step behind the last token of a prompt, with guesses: the likeliest tokens, or a tree of the two likeliest, and
-// behind each the likeliest. With each of n_draws seeds two tokens follow; where the first guess was wrong, the second
-// one from a step without guesses. Returns how many guesses were right; *outside: draws that are in none of the lists.
+// A step after the last token of a prompt, with drafts: the most probable tokens, or a tree of the two most probable,
+// each followed by its most probable token. For each of n_draws seeds it samples two tokens; if the first draft is
+// rejected, the second token comes from a step without drafts. Returns how many drafts were accepted; *outside: samples
+// that are in none of the lists.
 static int draw_pairs(Model *m, int32_t last, const Exact *e, bool tree, int n_draws, Drawn *d, int *outside) {
     const StepRow rows[5] = {
         { .token = last, .parent = -1, .output = true },
@@ -348,7 +364,7 @@ static int draw_pairs(Model *m, int32_t last, const Exact *e, bool tree, int n_d
         { .token = e->first.id[1], .parent = 0, .output = true },
         { .token = e->second[1].id[0], .parent = 3, .output = true } };
     const int len = m->len[0];
-    int *first = alloc_or_die(n_draws, sizeof *first), right = 0;      // places; TOP_K: it is counted already
+    int *first = alloc_or_die(n_draws, sizeof *first), right = 0;      // ranks; TOP_K: already counted
     *d = (Drawn){ 0 };
     *outside = 0;
     step(m, &(StepSeg){ .seq = 0, .kind = tree ? SEG_TREE : SEG_CHAIN, .n = tree ? 5 : 3, .rows = rows }, 1);
@@ -379,14 +395,14 @@ static int draw_pairs(Model *m, int32_t last, const Exact *e, bool tree, int n_d
     return right;
 }
 
-static int draw(const Choice *c, float u) {            // the place where the sum passes u
+static int draw(const Choice *c, float u) {            // the rank at which the sum exceeds u
     int k = 0;
     for (double sum = c->p[0]; k < TOP_K - 1 && sum <= (double)u; sum += c->p[k]) k++;
     return k;
 }
 
-// Two wrong verifiers, which this has to find. One takes a guess as often as it is likely, and draws from all tokens
-// where it does not, the guess among them. One draws all rows of a step with one random number.
+// Two wrong verifiers, which the test must detect. One accepts a draft with its probability, and otherwise samples from
+// all tokens, including the draft. The other uses the same random number for all rows of a step.
 static void wrong_verifiers(const Exact *e, const char *name, int n_draws) {
     Drawn ratio = { 0 }, one = { 0 };
     double part[3];
@@ -398,7 +414,7 @@ static void wrong_verifiers(const Exact *e, const char *name, int n_draws) {
         count_drawn(&one, first, draw(&e->second[first], u[3]));
     }
     set_distance(&ratio, e, part);
-    CHECK(part[0] > 1, "%s: guesses taken by their share: expected first tokens to show it, got %.2f of the bound",
+    CHECK(part[0] > 1, "%s: drafts accepted by their probability: expected first tokens to show it, got %.2f of the bound",
           name, part[0]);
     set_distance(&one, e, part);
     CHECK(part[0] <= 1 && part[2] > 1, "%s: one random number for a step: expected pairs alone to show it, got %.2f "
@@ -427,13 +443,13 @@ static void in_distribution(Session *s, const char *name, int prompt, int n_draw
         int outside;
         const int right = draw_pairs(m, path[0], &e, tree, n_draws, &d, &outside);
         set_distance(&d, &e, part);
-        CHECK(!outside, "%s, %s: %d of %d draws are not among the %d likeliest tokens", name, who, outside, n_draws,
+        CHECK(!outside, "%s, %s: %d of %d samples are not among the %d most probable tokens", name, who, outside, n_draws,
               TOP_K);
         CHECK(part[0] <= 1 && part[1] <= 1 && part[2] <= 1, "%s, %s: chi-square of %d first tokens, second ones and "
               "pairs: got %.2f, %.2f and %.2f of the bound", name, who, n_draws, part[0], part[1], part[2]);
-        CHECK(right * 8 > n_draws && right * 2 < 3 * n_draws, "%s, %s: %d guesses were right in %d draws: a weak test",
+        CHECK(right * 8 > n_draws && right * 2 < 3 * n_draws, "%s, %s: %d drafts accepted in %d samples: a weak test",
               name, who, right, n_draws);
-        if (print) printf("%s, %s: %d draws, %d guesses right; chi-square of first tokens, second ones, pairs: %.2f, "
+        if (print) printf("%s, %s: %d samples, %d drafts accepted; chi-square of first tokens, second ones, pairs: %.2f, "
                           "%.2f, %.2f of the bound\n", name, who, n_draws, right, part[0], part[1], part[2]);
     }
     forget(s);
@@ -465,13 +481,13 @@ static void one_model(const char *path, const char *drafter, bool whole) {
             one_prompt(full ? &t[0] : s, full ? &t[1] : &s[1], name, &choosing[i % 3], i, full ? 80 : 24, end, sum);
         }
     }
-    if (whole) printf("%s, %s: %d prompts, %ld ids with guesses compared\n", name, drafter ? drafter : "no drafter",
+    if (whole) printf("%s, %s: %d prompts, %ld ids with drafts compared\n", name, drafter ? drafter : "no drafter",
                       n_prompts, compared);
-    // The guesses that this rests on were made, and right where they must be.
+    // The required drafts were made, and accepted where they must be.
     for (int g = 0; g < (drafter ? N_GUESSERS : FIRST_DRAFTER); g++) {
         if (g < FIRST_DRAFTER && m->drafter->kind == DRAFTER_DFLASH) continue;
-        const bool may_rest = g <= 2 || guessers[g].drafting.kind == SPEC_AUTO;        // auto need not guess on every machine
-        CHECK(may_rest || sum[g].drafted > 0, "%s: guesser %d has guessed nothing", name, g);
+        const bool may_rest = g <= 2 || guessers[g].drafting.kind == SPEC_AUTO;   // auto may not draft on every machine
+        CHECK(may_rest || sum[g].drafted > 0, "%s: method %d has drafted nothing", name, g);
         CHECK(may_rest || sum[g].accepted > 0, "%s: guesser %d was never right", name, g);
         CHECK(g != 3 || sum[g].accepted * 10 > sum[g].drafted * 7, "%s: the table that knows was right %d of %d times",
               name, sum[g].accepted, sum[g].drafted);
@@ -489,7 +505,8 @@ static void one_model(const char *path, const char *drafter, bool whole) {
     close_model(tight);
 }
 
-// What takes the emulated GPU seconds: a prompt that the model repeats, without guesses and with those of its own text.
+// A test that takes the emulated GPU only seconds: a prompt that the model repeats, without drafts and with prompt
+// lookup.
 static void few_ids(const char *path) {
     Model *m = open_model(path, NULL, 256, 2);
     Tokenizer tok;
@@ -502,13 +519,14 @@ static void few_ids(const char *path) {
     const Answer got = tell(&s[1], 2, &o, 0);
     compare(&got, &want, path, choosing[0].name, "ngram", 2);
     CHECK(got.drafts.accepted > 0 && got.drafts.accepted < got.drafts.drafted,
-          "%s: %d of %d guesses are right, expected some", path, got.drafts.accepted, got.drafts.drafted);
+          "%s: %d of %d drafts accepted, expected some", path, got.drafts.accepted, got.drafts.drafted);
     for (int k = 0; k < 2; k++) free_session(&s[k]);
     tok_free(&tok);
     close_model(m);
 }
 
-// A text that repeats itself four times, in 96 ids at least, is said to loop; one that is cut short or has a slip does not.
+// A text that repeats itself four times within at least 96 ids counts as a loop; a shorter one, or one with a
+// difference, does not.
 static void test_loops(void) {
     static const int periods[] = { 1, 3, 24, 25, 64 };
     int32_t ids[400];
@@ -530,14 +548,14 @@ int main(int argc, char **argv) {
         { "e", "models/gemma4-mini-e-q8_0.gguf", NULL },
     };
     const bool whole = getenv("LONG") && strcmp(getenv("LONG"), "0"), few = argc > 1 && !strcmp(argv[1], "-few");
-    start_threads(1);                                  // as many as pay for models this small
+    start_threads(1);                                  // more threads do not pay for such small models
     on_gpu = few;
     test_loops();
     if (few && gpu_ops()) few_ids("models/gemma4-mini-e-q8_0.gguf");
     for (int gpu = 0; gpu < 2 && !few; gpu++) {
         on_gpu = gpu;
         if (gpu && !gpu_ops()) {
-            SKIP("no GPU: text with guesses on the CUDA backend");
+            SKIP("no GPU: speculative decoding on the CUDA backend");
             break;
         }
         for (int i = 0; i < 3; i++) {
@@ -547,6 +565,7 @@ int main(int argc, char **argv) {
         }
     }
     printf("# cuda, drawn with trees: %d of %d texts part\n", n_parted, n_drawn_with_trees);
-    CHECK(n_parted * 3 <= n_drawn_with_trees, "%d of %d texts that were drawn with trees part", n_parted, n_drawn_with_trees);
+    CHECK(n_parted * 3 <= n_drawn_with_trees, "%d of %d texts that were drawn with trees part", n_parted,
+          n_drawn_with_trees);
     return test_done("verify");
 }
