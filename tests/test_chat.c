@@ -287,8 +287,7 @@ static void check_render(Tokenizer *t, const TokChat *c, const char *want, const
 #define CALLED "<bos><|turn>user\nq<turn|>\n<|turn>model\n<|tool_call>call:f{}<tool_call|>"
 #define ANSWER "<|tool_response>response:f{value:" Q "r" Q "}<tool_response|>"
 
-static void test_rules(Tokenizer *t) {
-    t->large_variant = true;
+static void render_answers(Tokenizer *t) {
     TokChat c = { .messages = json("[" USER "," CALL "," RESULT "]"), .add_cue = true };
     check_render(t, &c, CALLED ANSWER, NULL);
     c.end_thought = true;
@@ -315,9 +314,11 @@ static void test_rules(Tokenizer *t) {
     check_render(t, &c, CALLED ANSWER "t<turn|>\n<|turn>model\n<|channel>thought\n<channel|>", NULL);
     c.exact = true;
     check_render(t, &c, CALLED ANSWER "t<turn|>\n", NULL);
+}
 
+static void render_tools(Tokenizer *t) {
     // Parameters and responses without a type, and one that is not an object.
-    c = (TokChat){ .messages = str(""), .tools = json("[{'function':{'name':'f','parameters':{'required':['a']},"
+    TokChat c = { .messages = str(""), .tools = json("[{'function':{'name':'f','parameters':{'required':['a']},"
                                                      "'response':{'description':'d','type':'string'}}}]") };
     check_render(t, &c, "<bos><|turn>system\n<|tool>declaration:f{description:" Q Q ",parameters:{required:[" Q "a" Q
                  "],type:" Q "OBJECT" Q "},response:{description:" Q "d" Q ",type:" Q "STRING" Q
@@ -337,9 +338,11 @@ static void test_rules(Tokenizer *t) {
                  "STRING" Q "," Q "NULL" Q "]},type:" Q "ARRAY" Q "},b:{properties:{title:{type:" Q "STRING" Q
                  "}},required:[" Q "t" Q "],type:" Q "OBJECT" Q "},B:{nullable:true,type:" Q Q "}},type:" Q
                  "OBJECT" Q "}}<tool|><turn|>\n", NULL);
+}
 
+static void render_calls(Tokenizer *t) {
     // Arguments as a string that holds an object; repeated keys; numbers as Python prints them.
-    c = (TokChat){ .messages = json(ARGS
+    TokChat c = { .messages = json(ARGS
                    "'{\\'b\\': 1, \\'A\\': \\'x\\\\u0041\\', \\'b\\': [2]}'}}]}]") };
     check_render(t, &c, "<bos><|turn>model\n<|tool_call>call:f{A:" Q "xA" Q ",b:[2]}<tool_call|><|tool_response>",
                  NULL);
@@ -359,15 +362,17 @@ static void test_rules(Tokenizer *t) {
                  "<|tool_response>response:unknown{value:null}<tool_response|>", NULL);
     c.messages = json("[" RESULT "," USER "]");
     check_render(t, &c, "<bos><|turn>user\nq<turn|>\n", NULL);
+}
 
+static void render_order(Tokenizer *t) {
     // Results in another order than their calls, ids of any kind, and one without call: each finds its call; of equal
     // ids the last one.
-    c.messages = json("[{'role':'assistant','tool_calls':[{'id':'b','function':{'name':'f'}},"
+    TokChat c = { .messages = json("[{'role':'assistant','tool_calls':[{'id':'b','function':{'name':'f'}},"
                       "{'id':7,'function':{'name':'g'}},{'id':'b','function':{'name':'h'}},{'function':{'name':'i'}},"
                       "{'id':'aa','function':{'name':'j'}},{'id':null,'function':{'name':'k'}},"
                       "{'id':'a','function':{'name':'l'}}]},{'role':'tool','tool_call_id':'a'},"
                       "{'role':'tool','tool_call_id':7},{'role':'tool'},{'role':'tool','tool_call_id':'c','name':'o'},"
-                      "{'role':'tool','tool_call_id':'b'},{'role':'tool','tool_call_id':'aa','name':'o'}]");
+                      "{'role':'tool','tool_call_id':'b'},{'role':'tool','tool_call_id':'aa','name':'o'}]") };
 #define RAN(name)  "<|tool_call>call:" name "{}<tool_call|>"
 #define GAVE(name) "<|tool_response>response:" name "{value:null}<tool_response|>"
     check_render(t, &c, "<bos><|turn>model\n" RAN("f") RAN("g") RAN("h") RAN("i") RAN("j") RAN("k") RAN("l")
@@ -389,8 +394,9 @@ static void test_rules(Tokenizer *t) {
     check_render(t, &c, "<bos>", NULL);
     c.messages = c.tools = str(" null");
     check_render(t, &c, "<bos>", NULL);
-    c.tools = str("");
+}
 
+static void refuse_messages(Tokenizer *t) {
     const struct { const char *messages, *tools, *error; } bad[] = {
         { "{}", "", "messages: expected a JSON list" }, { "[", "", "messages: byte 1" },
         { "[1]", "", "messages[0].role" },
@@ -413,15 +419,24 @@ static void test_rules(Tokenizer *t) {
         { "", "[{'name':'f'},{'name':'g','parameters':[1]}]", "tools[1].function.parameters" },
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        c = (TokChat){ .messages = json(bad[i].messages), .tools = json(bad[i].tools), .add_cue = true };
+        const TokChat c = { .messages = json(bad[i].messages), .tools = json(bad[i].tools), .add_cue = true };
         check_render(t, &c, NULL, bad[i].error);
     }
-    c = (TokChat){ .messages = json("[" USER "]"), .answer = str("x") };
+    TokChat c = { .messages = json("[" USER "]"), .answer = str("x") };
     check_render(t, &c, NULL, "generation prompt");
     c = (TokChat){ .messages = json("[" USER "]"), .thought = str("x"), .add_cue = true };
     check_render(t, &c, NULL, "thinking");
     c = (TokChat){ .messages = json("[" USER "," CALL "]"), .answer = str("x"), .add_cue = true };
     check_render(t, &c, NULL, "result");
+}
+
+static void test_rules(Tokenizer *t) {
+    t->large_variant = true;
+    render_answers(t);
+    render_tools(t);
+    render_calls(t);
+    render_order(t);
+    refuse_messages(t);
 }
 
 static void test_templates(const TokVocab *file) {
