@@ -620,7 +620,7 @@ error "an integer from 1" bench "$model" -r 0
 # ---- sparse prompts, needles ---------------------------------------------------------
 run bench "$model" -r 1 -p 1100 -n 0 -o json --pflash-density 10
 ok "bench --pflash-density: says that it was forced" grep -q '"pflash_forced": 0.1' "$tmp/out"
-ok "bench --pflash-density: says what came of it" grep -qE '"pflash_density": 0\.9[0-9]' "$tmp/out"
+ok "bench --pflash-density: prints the result" grep -qE '"pflash_density": 0\.9[0-9]' "$tmp/out"
 run bench "$model" -r 1 -p 128 -n 0 --pflash --pflash-from 0
 ok "bench --pflash: a number is not needed" [ "$status" -eq 0 ]
 ok "bench --pflash: a short prompt is dense" grep -q 'pFlash: 100.0 %' "$tmp/out"
@@ -781,13 +781,13 @@ ok "chat: two slashes are text with one" grep -qF '"content":"/clear, and tell m
 ok "chat: a backslash continues the line" grep -qF '"content":"Tell me a story \nabout a fox."' slash.json
 echo "somebody's" >two.json.part
 fed "/load two.json\n/save two.json\n" "$mini" -i --temp 0 -n 2
-ok "chat: /save leaves the files beside it alone" grep -q "somebody's" two.json.part
+ok "chat: /save does not touch other files" grep -q "somebody's" two.json.part
 mkfifo "$tmp/pipe"
 fed "hi\n/save $tmp/pipe\n" "$mini" -i --temp 0 -n 2
-ok "chat: /save does not replace what is no regular file" [ -p "$tmp/pipe" ]
+ok "chat: /save replaces regular files only" [ -p "$tmp/pipe" ]
 ok "chat: /save onto a pipe: says why" has err "# /save: $tmp/pipe: "
 fed "hi\n/save /nowhere/x\n/load missing.json\n/load two.json/x\n/load err\nhi\n" "$mini" -i --temp 0 -n 2
-ok "chat: /save and /load that fail: the chat goes on" [ "$status" -eq 0 ]
+ok "chat: /save and /load that fail: the chat continues" [ "$status" -eq 0 ]
 ok "chat: /save says why" has err "# /save: /nowhere/x: "
 ok "chat: /load says why" has err "# /load: missing.json: "
 ok "chat: /load says why, whatever it is" has err "# /load: two.json/x: Not a directory"
@@ -853,7 +853,7 @@ for file in "$mini" "${mini%/*}/gemma4-mini-e-q8_0.gguf"; do
         grep -oE 'last logits.*|[0-9]+ were cached' err | tail -n 2 >last
         for how in -i -p; do
             in_runs $how "$@"
-            ok "--session $how $flags: runs that go on say what one says" same long parts
+            ok "--session $how $flags: resumed runs write the same text as one run" same long parts
             ok "--session $how $flags: and end with its logits, with as much in the cache" same last again
         done
     done
@@ -878,7 +878,7 @@ ok "--session: a prompt alone" has err "0 tokens generated"
 run "$mini" --raw -p " time" --temp 0 -n 40 --session s2
 cp out parts
 run "$mini" --raw -p "Once upon a time" --temp 0 -n 40
-ok "--session --raw: the prompt goes on with the text" same parts out
+ok "--session --raw: the prompt continues the text" same parts out
 
 run "$mini" -p "Tell me a story about a fox." --temp 0 --session s3
 cp s3 s3.before
@@ -909,10 +909,10 @@ ok "--session, a full disk: the answer came" has out "22 - 2 = 20"
 ok "--session, a full disk: says so" grep -q "^gemma4: error: --session: s3: .*; the old file is unchanged" err
 ok "--session, a full disk: the old file stands" same s3 s3.before
 (trap '' XFSZ && ulimit -f 200 && printf 'hi\n/stats\n' | $limit "$gemma4" "$mini" -i --temp 0 --session s3) >out 2>err
-ok "--session, a full disk in a chat: the chat goes on" has err "# context: "
+ok "--session, a full disk in a chat: the chat continues" has err "# context: "
 ok "--session, a full disk in a chat: says so" has err "# --session: s3: "
 ok "--session, a full disk in a chat: the old file stands" same s3 s3.before
-ok "--session: nothing is left beside the files" [ -z "$(ls | grep tmp)" ]
+ok "--session: no other file is left" [ -z "$(ls | grep tmp)" ]
 mode_is() { [ -n "$(find "$2" -maxdepth 0 -perm "$1")" ]; }
 ok "--session: only its owner reads a conversation" mode_is 600 s3
 cp s3 s4 && chmod 640 s4 && ln -s s4 link && ln -s new link2
@@ -927,7 +927,7 @@ error "symbolic links" "$mini" -p hi --session link3
 if [ "$(id -u)" -ne 0 ]; then
     chmod 400 s4 && cp s4 s4.before
     error "ermission denied" "$mini" -p hi --session s4
-    ok "--session: a file that may not be written to stays" same s4 s4.before
+    ok "--session: a read-only file is kept" same s4 s4.before
 fi
 fed "/clear\n/system Be short.\n" "$mini" -i --temp 0 --session s3
 fed "/save kept.json\n" "$mini" -i --temp 0 --session s3
@@ -962,8 +962,9 @@ ok "a full context: says what to do" has err "--context-shift"
 ok "a full context: exits 0" [ "$status" -eq 0 ]
 cp out full
 run "$mini" -p "Tell me a story about a fox." --temp 0 --ignore-eos -c 64 --context-shift -n 200 -sys "Be kind."
-ok "--context-shift goes on" has err "200 tokens generated, stopped: -n reached"
-ok "--context-shift announces each shift" [ "$(grep -c '^# context full: [0-9]* tokens dropped; kept the first [0-9]* and the newest [0-9]*$' err)" -ge 4 ]
+ok "--context-shift continues" has err "200 tokens generated, stopped: -n reached"
+ok "--context-shift announces each shift" \
+   [ "$(grep -c '^# context full: [0-9]* tokens dropped; kept the first [0-9]* and the newest [0-9]*$' err)" -ge 4 ]
 run "$mini" -p "Tell me a story about a fox." --temp 0 --ignore-eos -c 64 --context-shift -n 80
 ok "--context-shift changes nothing before the context is full" starts out full
 run "$mini" -p "Once upon a time" --raw --temp 0 --ignore-eos -c 64 --context-shift -n 100
@@ -974,7 +975,7 @@ ok "chat: a full context: the message is refused" has err "# context full: the c
 ok "chat: a full context: it is taken back" has err "; 4 messages"
 fed "Tell me a story about a fox.\nAnd one about a cow.\nAnd now about a duck.\nhi\n/stats\n/save shifted.json\n" "$mini" -i --temp 0 -n 30 -c 96 \
     --context-shift -sys "Be kind."
-ok "chat: --context-shift goes on" has err "the model no longer sees"
+ok "chat: --context-shift continues" has err "the model no longer sees"
 ok "chat: --context-shift: /stats says so" grep -q "; 8 messages, the oldest [246] of them hidden from the model" err
 ok "chat: --context-shift: /save writes all" grep -q '"Be kind.".*about a fox.*about a cow.*about a duck.*"hi"' shifted.json
 
@@ -986,8 +987,8 @@ ok "chat: --context-shift: /retry asks the message before" grep -q 'no longer se
 echo null >null.json
 fed "/load null.json\n/stats\nhi\n/save talk.json\n/load talk.json\n" "$mini" -i --temp 0 -n 2 --ignore-eos
 ok "chat: /load of null: an empty conversation" has err "# 0 messages loaded from null.json"
-ok "chat: /load of null: the chat goes on" has err "# 2 messages loaded from talk.json"
-ok "chat: /load of null: what is saved" grep -q '^\[{"role":"user","content":"hi"},{"role":"assistant"' talk.json
+ok "chat: /load of null: the chat continues" has err "# 2 messages loaded from talk.json"
+ok "chat: /load of null: the saved file" grep -q '^\[{"role":"user","content":"hi"},{"role":"assistant"' talk.json
 
 # ---- the plan ------------------------------------------------------------------------
 run plan "$mini" -c 4096
@@ -1080,7 +1081,7 @@ if env --default-signal=INT true 2>/dev/null; then      # a shell starts backgro
     kill -INT $pid
     wait $pid
     status=$?
-    ok "Ctrl-C that is ignored: it goes on" [ "$status" -eq 0 ]
+    ok "Ctrl-C that is ignored: the run continues" [ "$status" -eq 0 ]
     ok "Ctrl-C that is ignored: to the end" has err "stopped: -n reached"
 else
     skip "no 'env --default-signal' on this system: Ctrl-C"

@@ -70,13 +70,13 @@ fetch e4b
 ok "a connection that breaks: exit status 1" [ "$status" -eq 1 ]
 ok "a connection that breaks: says what to do" has "run the same command to resume it"
 ok "a connection that breaks: no model" [ ! -e "$file" ]
-ok "a connection that breaks: what came stays" [ -e "$file.part" ]
+ok "a connection that breaks: the part is kept" [ -e "$file.part" ]
 rm "$tmp/cut"
 touch "$tmp/full"
 fetch e4b
 ok "a full disk: exit status 1" [ "$status" -eq 1 ]
 ok "a full disk: says so" has "cannot write; is the disk full"
-ok "a full disk: what came stays" [ -e "$file.part" ]
+ok "a full disk: the part is kept" [ -e "$file.part" ]
 rm "$tmp/full"
 fetch e4b
 ok "resumed: exits 0" [ "$status" -eq 0 ]
@@ -97,7 +97,7 @@ else
     fetch e4b
     ok "a damaged file: exit status 1" [ "$status" -eq 1 ]
     ok "a damaged file: both sums" has "expected SHA-256 $(cat "$tmp/sha"), got"
-    ok "a damaged file: stays" [ -e "$file" ]
+    ok "a damaged file: is kept" [ -e "$file" ]
     mv "$file" "$file.part"
     fetch e4b
     ok "a damaged draft: exit status 1" [ "$status" -eq 1 ]
@@ -107,7 +107,7 @@ fi
 echo "another file" >"$file"
 fetch e4b
 ok "a file of another size: exit status 1" [ "$status" -eq 1 ]
-ok "a file of another size: stays" grep -q another "$file"
+ok "a file of another size: is kept" grep -q another "$file"
 rm "$file"
 cat "$tmp/payload" "$tmp/sha" - >"$file.part" <<END
 more than the server has
@@ -190,7 +190,7 @@ ok "both builds fail: the CPU's messages" has "no luck with cpu"
 ok "both builds fail: nothing runs" [ ! -s "$tmp/out" ]
 mv "$tmp/tree/build" "$tmp/tree/hidden"        # acts as not writable, also for root
 runs nvcc
-ok "a tree that is not writable: runs what is there" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
+ok "a tree that is not writable: runs the existing program" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
 ok "a tree that is not writable: says so" has "cannot build: "
 ok "a tree that is not writable: once" made "all "
 rm "$tmp/tree/gemma4"

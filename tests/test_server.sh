@@ -151,9 +151,9 @@ text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/streamed"
 ok "a stream holds the same text" same plain streamed
 ok "it ends in [DONE]" [ "$(grep -c '^data: \[DONE\]$' "$tmp/out")" -eq 1 ]
 ok "and tells the usage" has out '"choices":[],"usage":{"prompt_tokens":21'
-ok "of which most was held already" [ "$(number cached_tokens out)" -eq 20 ]
+ok "of which most was cached" [ "$(number cached_tokens out)" -eq 20 ]
 ask /v1/completions "{\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10}"
-ok "a text goes on" grep -q '"text":"[^"]*[a-z]' "$tmp/out"
+ok "a text is continued" grep -q '"text":"[^"]*[a-z]' "$tmp/out"
 text text out >"$tmp/a"
 ask /v1/completions "{\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10,\"stream\":true}" -N
 text text out >"$tmp/b"
@@ -174,7 +174,7 @@ ok "probabilities of each token" [ "$(grep -o '"top_logprobs"' "$tmp/out" | wc -
 twelve='"prompt":"Once upon a time","temperature":0,"max_tokens":12'
 ask /v1/completions "{$twelve,\"logprobs\":2,\"stop\":\" little\"}"
 ok "/v1/completions: probabilities in its own form" has out '"text":", there was a","logprobs":{"tokens":[","," there"," was"," a"],"token_logprobs":[-'
-ok "/v1/completions: the likeliest by name" grep -q '"top_logprobs":\[{",":-[^,]*,"[^"]*":-[^,]*},{" there":-' "$tmp/out"
+ok "/v1/completions: the most probable by name" grep -q '"top_logprobs":\[{",":-[^,]*,"[^"]*":-[^,]*},{" there":-' "$tmp/out"
 ok "/v1/completions: where each begins, but for a stop string" has out '"text_offset":[0,1,7,11]}'
 ask /v1/completions "{$twelve,\"logprobs\":2}"
 list() { grep -oE "\"$1\":\[[^]]*" "$tmp/out" | sed 's/.*\[//' | paste -s -d , -; }
@@ -189,7 +189,7 @@ ok "/v1/completions: the same as a stream" same a b
 ask /v1/completions "{$twelve,\"logprobs\":0,\"temperature\":3,\"top_k\":0,\"seed\":1}"
 ok "/v1/completions: logprobs 0 is the token's own" grep -q '"token_logprobs":\[-[^]]*\],"top_logprobs":null,' "$tmp/out"
 ask /v1/completions "{$twelve,\"logprobs\":1,\"temperature\":3,\"top_k\":0,\"seed\":1}"
-ok "/v1/completions: one that is not likeliest is there beside it" grep -q '"top_logprobs":\[[^]]*{"[^"]*":[^,]*,"[^"]*":-[0-9.]*}' "$tmp/out"
+ok "/v1/completions: a sampled token is listed even if it is not the most probable" grep -q '"top_logprobs":\[[^]]*{"[^"]*":[^,]*,"[^"]*":-[0-9.]*}' "$tmp/out"
 ask /v1/completions '{"prompt":"a","temperature":0,"max_tokens":2,"logprobs":1,"logit_bias":{"478":100}}'        # the byte f0
 ok "/v1/completions: a part of a character by its bytes" has out '"tokens":["bytes:\\xf0","bytes:\\xf0"]'
 ask $chat "{$user,\"max_tokens\":3,\"temperature\":0,\"logit_bias\":{\"834\":-100}}"
@@ -226,7 +226,7 @@ tokens_with() { # tokens_with ID CACHE: number of tokens of the prompt in which 
 ok "a call is made of the one city, in other tokens than those of the template" has out '"arguments":"{\"city\":\"Paris\"}"'
 if [ -n "$call" ]; then
     ok "a call is put as it was written, where its id is known" [ "$(tokens_with "$call" true)" -ne "$(tokens_with other false)" ]
-    ok "but not where nothing is to be held" [ "$(tokens_with other false)" -eq "$(tokens_with "$call" false)" ]
+    ok "but not if nothing may be cached" [ "$(tokens_with other false)" -eq "$(tokens_with "$call" false)" ]
 else
     skip "calls as they were written: the small model made none"
 fi
@@ -242,15 +242,15 @@ ask $chat "{$user,\"temperature\":0,\"max_tokens\":12}"
 start=$(text content out)
 ask $chat "{$(begun "$start"),$on,\"temperature\":0,\"max_tokens\":28}"
 { printf '%s' "$start"; text content out; } >"$tmp/b"
-ok "an answer that was cut goes on" same a b
+ok "a truncated answer is continued" same a b
 ok "in the tokens that the model wrote it in" [ "$(number prompt_tokens out)" -eq 33 ]
-ok "which are held" [ "$(number cached_tokens out)" -eq 32 ]
+ok "which are cached" [ "$(number cached_tokens out)" -eq 32 ]
 ask $chat "{$(begun "$start"),$on,\"temperature\":0,\"max_tokens\":28,\"stream\":true}" -N
 { printf '%s' "$start"; text content out; } >"$tmp/b"
 ok "and as a stream" same a b
 ask /v1/messages "{$(begun "$start"),\"temperature\":0,\"max_tokens\":28}"
 { printf '%s' "$start"; text text out; } >"$tmp/b"
-ok "/v1/messages: it goes on by itself" same a b
+ok "/v1/messages: it continues by itself" same a b
 ask $chat "{$(begun "Once upon"),$on,\"max_tokens\":3,\"ignore_eos\":true,\"stop\":\"Once\",\"logprobs\":true}"
 ok "what was begun ends no answer" has out '"finish_reason":"length"'
 ok "probabilities are of new tokens" [ "$(grep -o '"logprob"' "$tmp/out" | wc -l)" -eq 3 ]
@@ -259,10 +259,10 @@ text prompt out >"$tmp/a"
 printf 'Once upon ' >>"$tmp/a"
 ask /apply-template "{$(begun "Once upon "),$on}"
 text prompt out >"$tmp/b"
-ok "its prompt is that of the question, and then what is begun, as it is" same a b
+ok "its prompt is that of the question, then the prefill, unchanged" same a b
 n=$(number n_tokens out)
 ask /v1/messages/count_tokens "{$(begun "Once upon ")}"
-ok "/v1/messages/count_tokens: with what is begun" [ "$(number input_tokens out)" -eq "$n" ]
+ok "/v1/messages/count_tokens: with the prefill" [ "$(number input_tokens out)" -eq "$n" ]
 ask /v1/messages/count_tokens "{$(begun "")}"
 ok "/v1/messages/count_tokens: an empty answer is none" has out '{"input_tokens":21}'
 ask /apply-template "{$(begun "Once" ',"reasoning_content":"Hm."'),$on,\"chat_template_kwargs\":{\"enable_thinking\":true}}"
@@ -273,8 +273,8 @@ past_call=',"tool_calls":[{"id":"a","function":{"name":"f","arguments":"{}"}}]'
 refused "a question that is continued" 400 '"param":"messages"' $chat "{$user,$on}"
 refused "an empty answer that is continued" 400 '"param":"messages"' $chat "{$(begun ""),$on}"
 refused "a call that is continued" 400 '"param":"messages"' $chat "{$(begun "Once" "$past_call"),$on}"
-refused "a new turn beside it" 400 '"param":"add_generation_prompt"' $chat "{$(begun "Once"),\"continue_final_message\":true,\"add_generation_prompt\":true}"
-refused "a form beside it" 400 '"param":"response_format"' $chat "{$(begun "{"),$on,\"response_format\":{\"type\":\"json_object\"}}"
+refused "a new turn together with it" 400 '"param":"add_generation_prompt"' $chat "{$(begun "Once"),\"continue_final_message\":true,\"add_generation_prompt\":true}"
+refused "a schema together with it" 400 '"param":"response_format"' $chat "{$(begun "{"),$on,\"response_format\":{\"type\":\"json_object\"}}"
 ask /v1/messages '{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{}}]}]}'
 ok "/v1/messages: a call at the end: 400" is 400
 
@@ -304,7 +304,7 @@ ask /v1/messages "{\"system\":[{\"type\":\"text\",\"text\":\"Be kind.\",\"cache_
 \"tools\":[{$declared,\"input_schema\":$schema,\"cache_control\":{\"type\":\"ephemeral\"}}],\"messages\":[{\"role\":\"user\",\"content\":\"Hi.\"},{\"role\":\"assistant\",\"content\":[
 {\"type\":\"thinking\",\"thinking\":\"Hm.\",\"signature\":\"\"},{\"type\":\"text\",\"text\":\"Yes.\"},{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":{}}]},
 {\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":[{\"type\":\"text\",\"text\":\"r\"}],\"is_error\":true},{\"type\":\"text\",\"text\":\"And?\"}]}]}"
-ok "/v1/messages: all that an agent sends" is 200
+ok "/v1/messages: everything that an agent sends" is 200
 for field in '"thinking":"on"' '"metadata":1' '"tool_choice":"auto"' '"output_format":5' \
     '"tools":[{"type":"web_search_20250305","name":"web_search"}]'; do
     ask /v1/messages "{$user,$field}"
@@ -329,7 +329,7 @@ ask $chat "{\"max_tokens\":1,\"messages\":[{\"role\":\"user\",\"content\":\"Hi.\
 {\"id\":\"a\",\"function\":{\"name\":\"f\",\"arguments\":\"{}\"}},{\"id\":\"b\",\"function\":{\"name\":\"f\",\"arguments\":\"{}\"}}]},
 {\"role\":\"tool\",\"tool_call_id\":\"a\",\"content\":\"r\"},{\"role\":\"tool\",\"tool_call_id\":\"b\",\"content\":\"s\"}]}"
 ok "/v1/responses: thoughts and calls of a turn are one message" [ "$items" = "$(number prompt_tokens out)" ]
-ok "/v1/responses: of which all is held" [ "$(number cached_tokens out)" -eq $((items - 1)) ]
+ok "/v1/responses: of which all is cached" [ "$(number cached_tokens out)" -eq $((items - 1)) ]
 refused "/v1/responses: a tool that is no function" 400 "tools" /v1/responses "{$fox,\"tools\":[{\"type\":\"custom\",\"name\":\"x\"}]}"
 refused "/v1/responses: nothing is kept" 400 "previous_response_id" /v1/responses "{$fox,\"previous_response_id\":\"x\"}"
 
@@ -374,7 +374,7 @@ for name in f g; do
     ok "a forced call of $name, streamed" count_is 1 "\"function\":{\"name\":\"$name\",\"arguments\":\"{"
 done
 ask $chat "{$short,\"tools\":[$either],\"tool_choice\":\"auto\",$one_call,\"response_format\":{\"type\":\"json_schema\",\"schema\":$one_city}}"
-ok "a schema beside tools: that or a call" grep -qE '"content":"\{|"tool_calls":\[' "$tmp/out"
+ok "a schema and tools: an answer or a call" grep -qE '"content":"\{|"tool_calls":\[' "$tmp/out"
 open_token=$(curl -sS -m 60 --data-binary '{"content":"<|tool_call>","parse_special":true}' "$url/tokenize" | sed 's/.*\[\([0-9]*\).*/\1/')
 ask $chat "{$weather,\"tools\":[$either],$one_call,\"logit_bias\":{\"$open_token\":100}}"
 ok "one call at most: the model would make more, and makes one" count_is 1 '"type":"function"'
@@ -413,10 +413,10 @@ refused "two schemas" 400 '"param":"json_schema"' $chat "{$user,\"json_schema\":
 refused "a broken grammar" 400 '"param":"grammar"' $chat "{$user,\"grammar\":\"root ::= a\\na ::= (\"}"
 ok "it is named by its line" has out 'grammar: line 2: '
 refused "a grammar that is none" 400 '"param":"grammar"' $chat "{$user,\"grammar\":5}"
-refused "a grammar beside a schema" 400 '"param":"grammar"' $chat "{$user,\"grammar\":\"root ::= \\\"a\\\"\",\"json_schema\":{}}"
-refused "a grammar beside a forced call" 400 '"param":"grammar"' $chat \
+refused "a grammar and a schema" 400 '"param":"grammar"' $chat "{$user,\"grammar\":\"root ::= \\\"a\\\"\",\"json_schema\":{}}"
+refused "a grammar and a forced call" 400 '"param":"grammar"' $chat \
     "{$user,\"grammar\":\"root ::= \\\"a\\\"\",\"tools\":[$either],\"tool_choice\":\"required\"}"
-refused "no end beside a schema" 400 '"param":"ignore_eos"' $chat "{$user,\"json_schema\":{},\"ignore_eos\":true}"
+refused "ignore_eos and a schema" 400 '"param":"ignore_eos"' $chat "{$user,\"json_schema\":{},\"ignore_eos\":true}"
 refused "a call without tools" 400 '"param":"tool_choice"' $chat "{$user,\"tool_choice\":\"required\"}"
 refused "a call with no tools in the list" 400 '"param":"tool_choice"' $chat "{$user,\"tool_choice\":\"required\",\"tools\":[ ]}"
 refused "a tool that is not there" 400 '"param":"tool_choice"' $chat \
@@ -431,7 +431,7 @@ many='x x x x x x x x\nx ::= y y y y y y y y\ny ::= z z z z z z z z\nz ::= w w w
 refused "a grammar that fails in the middle" 400 "too ambiguous" $chat "{$user,\"grammar\":\"root ::= \\\"The fox\\\" $many\"}"
 ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
 text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
-ok "behind all of them the text is as before" same plain a
+ok "after all of them the text is as before" same plain a
 
 # ---- errors: 4xx with a reason; the server keeps running ----------------------------------
 refused "no such path" 404 "endpoint" /v1/images "{}"
@@ -521,10 +521,10 @@ done
 wait $waits
 for k in 1 2 3 4 5 6; do
     text content "many.$k" >"$tmp/together.$k"
-    ok "text $k is the same in company" same "alone.$k" "together.$k"
+    ok "text $k is the same with other sessions" same "alone.$k" "together.$k"
 done
 ask $chat "$(prompt 5 ',"x":1')"
-ok "a long prompt that is held does not run again" [ "$(number cached_tokens out)" -gt 1000 ]
+ok "a long cached prompt does not run again" [ "$(number cached_tokens out)" -gt 1000 ]
 text content out >"$tmp/again"
 ok "and gives the same text" same alone.5 again
 
@@ -541,7 +541,7 @@ ask $chat "$(prompt 5 ',"stream":true,"return_progress":true,"cache_prompt":fals
 text content out >"$tmp/beside"
 kill $answer
 wait $answer 2>/dev/null
-ok "a prompt beside an answer runs in small ones" [ "$(grep -c '"prompt_progress"' "$tmp/out")" -ge 9 ]
+ok "a prompt runs in small chunks during an answer" [ "$(grep -c '"prompt_progress"' "$tmp/out")" -ge 9 ]
 ok "with the same text" same alone beside
 ok "and nothing is left of either" until_metric requests_running 0
 cancelled=$(metric requests_cancelled_total)
@@ -566,9 +566,9 @@ for _ in $(seq 20); do                                               # each send
 done
 for _ in $(seq 200); do printf 'url = "%s/health"\noutput = "/dev/null"\nwrite-out = "%%{http_code}\\n"\n' "$url"; done >"$tmp/urls"
 curl -sS -m 600 -Z --parallel-max 200 --parallel-immediate -K "$tmp/urls" >"$tmp/codes" 2>"$tmp/err"
-ok "200 connections at once, beside 20 that do not speak" [ "$(grep -c '^200$' "$tmp/codes")" -eq 200 ]
+ok "200 connections at once, and 20 silent ones" [ "$(grep -c '^200$' "$tmp/codes")" -eq 200 ]
 ask $chat "{$user,\"max_tokens\":4}"
-ok "and answers go on" is 200
+ok "and answers continue" is 200
 if [ "${LONG:-0}" != 0 ]; then
     ok "they are still connected" [ "$(metric connections)" -ge 20 ]
     sleep 45
@@ -612,9 +612,9 @@ after=$(grep -c '^data:' "$tmp/left")
 text content out >"$tmp/beside"
 kill $answer
 wait $answer 2>/dev/null
-ok "a sparse prompt beside an answer has the same text" same alone beside
+ok "a sparse prompt during an answer has the same text" same alone beside
 ok "and the same chunks" [ "$(grep -c '"prompt_progress"' "$tmp/out")" -eq "$chunks" ]
-ok "between which the answer went on: $before, then $after" [ $((after - before)) -ge $((5 * chunks)) ]
+ok "between which the answer continued: $before, then $after" [ $((after - before)) -ge $((5 * chunks)) ]
 
 # ---- drafts; prompts in small chunks -----------------------------------------------------------
 serve guesses -np 2 --chunk 32 -md models/gemma4-mini-mtp-q8_0.gguf --spec mtp          # auto may not draft on a slow machine
@@ -625,17 +625,17 @@ done
 wait "$wait1" "$wait2" "$wait3"
 for k in 1 2 3; do
     text content "many.$k" >"$tmp/together.$k"
-    ok "text $k is the same with guesses" same "alone.$k" "together.$k"
+    ok "text $k is the same with drafts" same "alone.$k" "together.$k"
 done
 ask /v1/completions '{"prompt":"a b c d e f a b c d e f a b c d e f a b c","temperature":0,"max_tokens":40,"ignore_eos":true}'
-ok "guesses are told" [ "$(number draft_n out)" -gt 0 ]
+ok "drafts are reported" [ "$(number draft_n out)" -gt 0 ]
 
 curl -sS -N -m 600 -o "$tmp/prompt" --data-binary "{\"prompt\":\"$(yes "The fox ran over the hill." | head -n 200 | tr '\n' ' ')\",
 \"max_tokens\":1,\"cache_prompt\":false}" "$url/v1/completions" &                  # 1,400 tokens: 44 chunks
 waits=$!
 ok "a long prompt runs" until_metric requests_running 1
 ask $chat "{$user,\"max_tokens\":25,\"ignore_eos\":true}"
-ok "an answer beside it has a token for each chunk of it, and so is there first" [ ! -s "$tmp/prompt" ]
+ok "a second answer gets a token for each chunk, and so finishes first" [ ! -s "$tmp/prompt" ]
 ok "with all its tokens" has out '"completion_tokens":25'
 wait $waits
 ok "and the prompt is answered" has prompt '"finish_reason":"length"'
@@ -683,7 +683,7 @@ awk 'NR > 1 { run += $2; new += $1 - before }
      END { printf "# an agent: %d turns, %d ids at the end; %d run of %d new ones\n", NR, before, run, new
            print (run <= 1.05 * new) ? "fine" : "bad" }' "$tmp/turns" >"$tmp/agent"
 head -n 1 "$tmp/agent"
-ok "an agent: of its prompts little more runs than what is new" grep -q '^fine' "$tmp/agent"
+ok "an agent: hardly more than the new tokens of its prompts run" grep -q '^fine' "$tmp/agent"
 ok "an agent: it makes calls" [ "$calls" -gt 0 ]
 kill -TERM "$pid"
 wait "$pid"
@@ -700,7 +700,7 @@ ask_words() { # ask_words TEXT FILE: a chat about TEXT; writes the answer to FIL
 }
 a="$(words 'The fox ran over the hill.' 40) What did it do?" b="$(words 'A bird sat in a tree.' 40) What did it do?"
 ask_words "$a" a.1
-ok "nothing is held at first" [ "$cached" -eq 0 ]
+ok "nothing is cached at first" [ "$cached" -eq 0 ]
 ask_words "$b" b.1
 ask_words "$a" a.2
 ok "a conversation comes back to the one slot there is" [ "$cached" -gt 200 ]
@@ -730,7 +730,7 @@ serve keeper --session-dir "$kept" -c 4096
 for f in $half; do ok "what was left half written goes: $f" [ ! -e "$kept/$f" ]; done
 for f in $theirs; do ok "other files stay: $f" [ -e "$kept/$f" ]; done
 ask_words "$a" a.2
-ok "another run goes on from them" [ "$cached" -gt 200 ]
+ok "another run continues from them" [ "$cached" -gt 200 ]
 ok "with the same text again" same a.1 a.2
 kill -TERM "$pid"
 wait "$pid"
@@ -761,7 +761,7 @@ for type in f16 q8_0 f16; do
     wait "$pid"
 done
 ok "a cache of another type leaves the file of the first" [ "$cached" -gt 100 ]
-ok "and has one of its own" [ "$(find "$tmp/types" -name '*.session' | wc -l)" -eq 2 ]
+ok "and has a separate one" [ "$(find "$tmp/types" -name '*.session' | wc -l)" -eq 2 ]
 
 # If a longer conversation cannot be saved, the file of its shorter beginning is kept.
 serve small --session-dir "$tmp/disk" -c 2048 --session-disk 2
@@ -779,7 +779,7 @@ ask_plain "$(words 'A bird sat.' 40)"
 ask_plain "$(words 'A cow slept.' 40)"
 ask_plain "$(words 'A dog ate.' 40)"
 ask_plain "$(words 'A bird sat.' 40)"
-ok "what has no room in files stays in memory" [ "$cached" -gt 100 ]
+ok "a conversation without room in files stays in memory" [ "$cached" -gt 100 ]
 kill -TERM "$pid"
 wait "$pid"
 
@@ -801,7 +801,7 @@ newest=$(ls -t "$tmp/slots" | head -n 1)
 serve slots -np 1 -c 1024 --session-dir "$tmp/slots" --session-disk 2
 kill -TERM "$pid"
 wait "$pid"
-ok "where files have too little room the one used last stays" [ -e "$tmp/slots/$newest" ]
+ok "if files have too little room, the last used one is kept" [ -e "$tmp/slots/$newest" ]
 
 # Prompts that diverge early, continue, and come back: a stored conversation may be evicted just when a prompt is going
 # to continue it.
@@ -876,7 +876,7 @@ pids="$pids $pid"
 wait_for_server "$tmp/full.log"
 ask_words "$a" a.2
 ask_words "$b" b.2
-ok "a full disk: answers go on" same b.1 b.2
+ok "a full disk: answers continue" same b.1 b.2
 ok "and the log says so" grep -q 'cannot keep a session\|stays in memory only' "$tmp/full.log"
 kill -TERM "$pid"
 wait "$pid"
@@ -928,7 +928,7 @@ if [ -n "$nginx" ]; then
     kill "$two" "$proxy"
     wait "$two" "$proxy"
 else
-    skip "two servers behind nginx: it is not here"
+    skip "two servers behind nginx: nginx is not installed"
 fi
 
 serve other --host 127.0.0.2                                          # Linux has all of 127.0.0.0/8
