@@ -234,7 +234,7 @@ static void compare(const Ops *base, const Case *k) {
     }
     CHECK(got.len == want.len && got.n_held == want.n_held &&
           !memcmp(got.held, want.held, (size_t)got.n_held * sizeof *got.held),
-          "%s: the session holds %d tokens, %d of them in the cache; want %d and %d, or others", name, got.n_held,
+          "%s: the session has %d tokens, %d of them in the cache; want %d and %d, or the ids differ", name, got.n_held,
           got.len, want.n_held, want.len);
     CHECK(!want.n_ahead, "%s: a backend without fences issued steps ahead", name);
     CHECK(steps < 8 || got.n_ahead >= steps - 8 - 2 * want.turn[0].shifts, "%s: %d of %d steps were issued ahead", name,
@@ -363,7 +363,8 @@ static void compare_together(const Ops *base, bool fences, bool interleave) {
         CHECK(a->hash == b->hash, "session %d: other last logits than alone", i);
         CHECK(a->n > 3, "session %d says %d tokens", i, a->n);
     }
-    CHECK(shared < steps * (interleave ? 4 : 3) / 4, "sessions took %d steps together, %d alone", (int)shared, (int)steps);
+    CHECK(shared < steps * (interleave ? 4 : 3) / 4, "sessions took %d steps together, %d alone", (int)shared,
+          (int)steps);
     CHECK(!fences || fake.n_ahead > 10, "%d steps were issued ahead", fake.n_ahead);
     printf("# %s%s: %d sessions: %d steps alone, %d together, %d of them ahead, %d between layers\n", base->name,
            fences ? " with fences" : "", N_TALKS, (int)steps, (int)shared, fake.n_ahead, pauses);
@@ -487,8 +488,8 @@ static void measure(const Ops *base) {
         free_session(&s);
     }
     for (int n = 0; n <= 16; n = next_depth(n, 16))
-        CHECK(m->pace->step.n_measured[n + 1] >= 2 && m->pace->step.seconds[n + 1] > 0, "%d drafts: measured %d times", n,
-              m->pace->step.n_measured[n + 1]);
+        CHECK(m->pace->step.n_measured[n + 1] >= 2 && m->pace->step.seconds[n + 1] > 0, "%d drafts: measured %d times",
+              n, m->pace->step.n_measured[n + 1]);
     CHECK(said[0].n == 12 && said[1].n == 12 && !memcmp(said[0].ids, said[1].ids, sizeof said[0].ids),
           "other tokens once steps were measured");
     tok_free(&tok);

@@ -34,7 +34,7 @@ static int best_of(const float *logits, int n) {
     return best;
 }
 
-static int32_t likeliest_token(Model *m) {                  // of row 0 of the logits
+static int32_t greedy_token(Model *m) {                  // of row 0 of the logits
     float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
     read_logits(m, 0, logits);
     const int32_t best = best_of(logits, m->config.vocab);
@@ -213,7 +213,7 @@ static void test_new_start(const char *path, const char *drafter) {
 
 // Sessions that are drafted together get the same drafts as alone, also a subset in any order. More sessions than fit
 // one step.
-static void test_company(const char *path, const char *drafter) {
+static void test_together(const char *path, const char *drafter) {
     enum { N = 10 };
     static const int groups[][N] = { { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 }, { 2, 0, -1 }, { 9, 3, 1, -1 }, { 1, -1 } };
     Model *m = open_pair(path, plan(drafter, N));
@@ -533,11 +533,13 @@ static const char *write_folder(const char *from, const char *path) {
     snprintf(file, sizeof file, "%s/config.json", path);
     f = must(fopen(file, "wb"));
     fprintf(f,
-            "{\"architectures\":[\"DFlashDraftModel\"],\"model_type\":\"qwen3\",\"num_hidden_layers\":5,\"hidden_size\":64,"
-            "\"intermediate_size\":128,\"num_attention_heads\":2,\"num_key_value_heads\":1,\"head_dim\":128,\"rms_norm_eps\":1e-6,"
-            "\"rope_theta\":1000000,\"rope_scaling\":null,\"hidden_act\":\"silu\",\"sliding_window\":64,\"block_size\":16,"
+            "{\"architectures\":[\"DFlashDraftModel\"],\"model_type\":\"qwen3\",\"num_hidden_layers\":5,"
+            "\"hidden_size\":64,\"intermediate_size\":128,\"num_attention_heads\":2,\"num_key_value_heads\":1,"
+            "\"head_dim\":128,\"rms_norm_eps\":1e-6,\"rope_theta\":1000000,\"rope_scaling\":null,"
+            "\"hidden_act\":\"silu\",\"sliding_window\":64,\"block_size\":16,"
             "\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"sliding_attention\",\"sliding_attention\","
-            "\"full_attention\"],\"vocab_size\":512,\"dflash_config\":{\"mask_token_id\":4,\"target_layer_ids\":[0,2]}}");
+            "\"full_attention\"],\"vocab_size\":512,\"dflash_config\":{\"mask_token_id\":4,"
+            "\"target_layer_ids\":[0,2]}}");
     fclose(f);
     free(head.data);
     free(data.data);
@@ -660,14 +662,14 @@ static void test_acceptance(const char *question, int n_ids, int depth, const do
     snprintf(text, sizeof text, "<|turn>user\n%s<turn|>\n<|turn>model\n", question);
     if (tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &prompt) < 0) die("%s", tok.err);
     run_prompt(m, 0, prompt.ids, (int)prompt.n);
-    said[n++] = likeliest_token(m);
+    said[n++] = greedy_token(m);
     commit_all(m);
     while (n < n_ids && !tok_is_stop(&tok, said[n - 1])) {
         set_next(m, &said[n - 1], 1);
         issue_draft(m, &(int32_t){ 0 }, 1, depth);
         read_back(m, drafts[n - 1], m->drafter->ids, (size_t)depth * sizeof **drafts);
         run_prompt(m, 0, &said[n - 1], 1);
-        said[n++] = likeliest_token(m);
+        said[n++] = greedy_token(m);
         commit_all(m);
     }
     for (int i = 0; i + 1 < n; i++)
@@ -703,7 +705,7 @@ int main(int argc, char **argv) {
         test_contexts(path, drafter, few ? 150 : 300);
         if (few) break;
         if (!gpu) test_new_start(path, drafter);
-        test_company(path, drafter);
+        test_together(path, drafter);
         test_acceptance("Tell me a story about a fox.", 70, 15, story);
         test_acceptance("Tell me a story about a robot.", 30, 8, story);
         test_acceptance("What is the capital of France?", 60, 2, some);

@@ -14,21 +14,24 @@
 #include "test.h"
 #include "pairs.h"
 
-enum { MOST_IDS = 160, N_GUESSERS = 4, COMPANY = 4 };
+enum { MOST_IDS = 160, N_METHODS = 4, N_TOGETHER = 4 };
 
 static const char schema[] =
-    "{\"type\":\"object\",\"properties\":{\"name\":{\"type\":\"string\",\"maxLength\":9},\"kind\":{\"enum\":[\"fox\",\"bird\"]},"
-    "\"age\":{\"type\":\"integer\",\"minimum\":0,\"maximum\":99},\"seen\":{\"type\":\"array\",\"items\":{\"type\":\"boolean\"},"
+    "{\"type\":\"object\",\"properties\":{\"name\":{\"type\":\"string\",\"maxLength\":9},"
+    "\"kind\":{\"enum\":[\"fox\",\"bird\"]},\"age\":{\"type\":\"integer\",\"minimum\":0,\"maximum\":99},"
+    "\"seen\":{\"type\":\"array\",\"items\":{\"type\":\"boolean\"},"
     "\"minItems\":1,\"maxItems\":2}},\"required\":[\"name\",\"kind\",\"age\",\"seen\"],\"additionalProperties\":false}";
 static const char gbnf[] = "root ::= \"The \" animal (\", the \" animal){2,3} \".\"\n"
                            "animal ::= \"fox\" | \"old \" \"cat\" | [a-c]{2,3}";
 static const char tools[] =
-    "[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\",\"properties\":{"
-    "\"city\":{\"enum\":[\"Paris\",\"Rome\"]},\"days\":{\"type\":\"integer\",\"minimum\":1,\"maximum\":9}},\"required\":[\"city\",\"days\"]}}}]";
+    "[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\","
+    "\"properties\":{\"city\":{\"enum\":[\"Paris\",\"Rome\"]},\"days\":{\"type\":\"integer\",\"minimum\":1,"
+    "\"maximum\":9}},\"required\":[\"city\",\"days\"]}}}]";
 static const char text[] = "root ::= [a-zA-Z ,.!'\\n]{1,70}";             // similar to the model's own text
 static const char shifting[] = "root ::= (\"fox \" | \"bird \" | \"old cat \"){30} \".\"";
 // x matches in too many ways. Prompt lookup drafts it, the model writes something else.
-#define TOO_MANY "x x x x x x x x\nx ::= y y y y y y y y\ny ::= z z z z z z z z\nz ::= w w w w w w w w\nw ::= \"a\"? \"a\"?"
+#define TOO_MANY "x x x x x x x x\nx ::= y y y y y y y y\ny ::= z z z z z z z z\n" \
+                 "z ::= w w w w w w w w\nw ::= \"a\"? \"a\"?"
 static const char failing[] = "root ::= \"The fox and the bird \" " TOO_MANY;
 static const char passing[] = "root ::= \"Once upon\" (\" a time.\" | \" night \" v)\nv ::= " TOO_MANY;
 
@@ -83,7 +86,8 @@ static TokIds prompt_of(const Ask *a) {
         a->thought != NO_THOUGHT ? "What is 22 minus 2?" :
         a->form == BY_SHIFTING || a->form == BY_TEXT || a->form == FREE ? "Tell me a story." :
         a->form == BY_PASSING ? "Once upon night 1.\nOnce upon night 2." :
-        "The old cat, the fox, the old cat, the fox: {\"name\": \"Fox\", \"kind\": \"fox\", \"age\": 9, \"seen\": [true, true]}";
+        "The old cat, the fox, the old cat, the fox: {\"name\": \"Fox\", \"kind\": \"fox\", "
+        "\"age\": 9, \"seen\": [true, true]}";
     TokChat chat = { .add_cue = true, .think = a->thought != NO_THOUGHT };
     if (tok_add_message(&messages, "user", str(said)) < 0) abort();
     chat.messages = (TokStr){ messages.s, messages.n };
@@ -213,13 +217,13 @@ static void compare(const Answer *got, const Answer *want, const char *where, co
 // ---- one answer, by every method
 // --------------------------------------------------------------------------------------
 
-static const struct { const char *who; Drafting drafting; } guessers[N_GUESSERS] = {
+static const struct { const char *who; Drafting drafting; } methods[N_METHODS] = {
     { "ngram", { .kind = SPEC_NGRAM, .n_max = 6 } },
     { "a drafter", { .kind = SPEC_MTP, .n_max = 3 } },
     { "a tree", { .kind = SPEC_MTP, .n_max = 3, .tree = 12 } },
     { "auto", { .kind = SPEC_AUTO, .n_max = 4 } },
 };
-static DraftCount sums[N_GUESSERS];
+static DraftCount sums[N_METHODS];
 
 static const Ask asks[] = {
     { .form = BY_SCHEMA, .budget = -1, .n = -1 },
@@ -249,7 +253,7 @@ static void one_ask(Session *plain, Session *s, int number, const char *name) {
     Ask a = *ask;
     char where[120];
     snprintf(where, sizeof where, "%s, %s, %s, %s", name, forms[a.form], thoughts[a.thought],
-             a.temperature > 0 ? "drawn" : "greedy");
+             a.temperature > 0 ? "sampled" : "greedy");
     session_forget(plain);
     const Answer after = tell(plain, &second);         // a session that never had a grammar
     session_forget(plain);
@@ -264,13 +268,13 @@ static void one_ask(Session *plain, Session *s, int number, const char *name) {
     CHECK(a.form != BY_PASSING || !strcmp(want.text, "Once upon a time."), "%s: '%s'", where, want.text);
     CHECK(a.form != BY_SHIFTING || want.shifts > 0, "%s: no shift", where);
     CHECK(a.thought == NO_THOUGHT || *want.thought, "%s: no thought", where);
-    for (int k = 0; k < N_GUESSERS; k++) {
-        a.drafting = guessers[k].drafting;
+    for (int k = 0; k < N_METHODS; k++) {
+        a.drafting = methods[k].drafting;
         if (a.drafting.kind == SPEC_MTP) a.drafting.kind = drafter_of(m);
         if (a.drafting.kind == SPEC_OFF || !turn_of(m, k, number)) continue;
         session_forget(s);
         const Answer got = tell(s, &a);
-        compare(&got, &want, where, guessers[k].who);
+        compare(&got, &want, where, methods[k].who);
         sums[k].drafted += got.drafts.drafted;
         sums[k].accepted += got.drafts.accepted;
         if (k == 1) continue;
@@ -283,19 +287,19 @@ static void one_ask(Session *plain, Session *s, int number, const char *name) {
 // sessions------------------------------------------------------------------------------------------------------
 
 // Sessions that share steps; the last one starts while the others answer.
-static void in_company(Session *s, int n, const char *name) {
+static void with_others(Session *s, int n, const char *name) {
     const SpecKind drafter = s->m->drafter->kind == DRAFTER_NONE ? SPEC_NGRAM : drafter_of(s->m);
-    Ask ask[COMPANY] = {
+    Ask ask[N_TOGETHER] = {
         { .form = BY_SCHEMA, .budget = -1, .n = 40, .temperature = 1 },
         { .form = FREE, .budget = -1, .n = 30 },
         { .form = BY_TOOLS, .budget = -1, .n = 40 },
         { .form = BY_GRAMMAR, .budget = -1, .n = 40, .temperature = 1 },
     };
-    const Drafting drafting[COMPANY] = { { .kind = SPEC_NGRAM, .n_max = 6 }, { .kind = drafter, .n_max = 4 },
+    const Drafting drafting[N_TOGETHER] = { { .kind = SPEC_NGRAM, .n_max = 6 }, { .kind = drafter, .n_max = 4 },
                                          { .kind = SPEC_OFF }, { .kind = drafter, .n_max = 3 } };
-    Answer alone[COMPANY] = { 0 }, together[COMPANY] = { 0 };
-    Grammar g[COMPANY];
-    bool runs[COMPANY] = { false };
+    Answer alone[N_TOGETHER] = { 0 }, together[N_TOGETHER] = { 0 };
+    Grammar g[N_TOGETHER];
+    bool runs[N_TOGETHER] = { false };
     for (int k = 0; k < n; k++) {
         session_forget(&s[k]);
         alone[k] = tell(&s[k], &ask[k]);
@@ -303,9 +307,9 @@ static void in_company(Session *s, int n, const char *name) {
     }
     for (int k = 0; k < n; k++) session_forget(&s[k]);
     for (int round = 0, n_runs = 1; n_runs; round++) {
-        Session *some[COMPANY];
-        Event e[COMPANY];
-        int who[COMPANY];
+        Session *some[N_TOGETHER];
+        Event e[N_TOGETHER];
+        int who[N_TOGETHER];
         n_runs = 0;
         for (int k = 0; k < n; k++) {
             if (round == (k == n - 1 ? 6 : 0)) {
@@ -321,31 +325,31 @@ static void in_company(Session *s, int n, const char *name) {
         for (int i = 0; i < n_runs; i++) runs[who[i]] = took(some[i], &e[i], &together[who[i]]);
     }
     for (int k = 0; k < n; k++) {
-        compare(&together[k], &alone[k], name, k == 1 ? "with others, no grammar" : "in company");
+        compare(&together[k], &alone[k], name, k == 1 ? "with others, no grammar" : "with others");
         if (ask[k].form != FREE) grammar_free(&g[k]);
     }
 }
 
 static void one_pair(const char *path, const char *drafter) {
-    const ModelOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = 320, .n_seqs = COMPANY,
+    const ModelOptions o = { .drafter = drafter, .draft_width = DRAFT_WIDTH, .n_ctx = 320, .n_seqs = N_TOGETHER,
                              .n_batch = 256, .n_logits = STEP_ROWS, .k_type = KV_F16, .v_type = KV_F16 };
     ModelOptions small = o;
     const char *name = strrchr(path, '/') + 1;
-    Session s[COMPANY], t[2];
+    Session s[N_TOGETHER], t[2];
     small.n_ctx = 40;
     small.n_seqs = 2;
     Model *m = open_pair(path, o), *tight = open_pair(path, small);
     load_tokenizer(&tok, &m->gguf, m->config.vocab);
     if (!grammar_vocab_init(&vocab, &tok)) abort();
-    for (int k = 0; k < COMPANY; k++) init_session(&s[k], m, &tok, k);
+    for (int k = 0; k < N_TOGETHER; k++) init_session(&s[k], m, &tok, k);
     for (int k = 0; k < 2; k++) init_session(&t[k], tight, &tok, k);
     for (int i = 0; i < (int)(sizeof asks / sizeof *asks); i++) {
         const bool full = asks[i].form == BY_SHIFTING;
         if (drafter && m->drafter->kind == DRAFTER_DFLASH && i % 2) continue;            // tested with the other pair
         one_ask(full ? &t[0] : &s[0], full ? &t[1] : &s[1], i, name);
     }
-    if (m->drafter->kind != DRAFTER_DFLASH) in_company(s, COMPANY, name);
-    for (int k = 0; k < COMPANY; k++) free_session(&s[k]);
+    if (m->drafter->kind != DRAFTER_DFLASH) with_others(s, N_TOGETHER, name);
+    for (int k = 0; k < N_TOGETHER; k++) free_session(&s[k]);
     for (int k = 0; k < 2; k++) free_session(&t[k]);
     grammar_vocab_free(&vocab);
     tok_free(&tok);
@@ -366,9 +370,9 @@ int main(int argc, char **argv) {
         if (wanted) one_pair(pairs[i].model, pairs[i].drafter);
     }
     for (int k = 0; k < 3 && argc < 2; k++) {          // auto may not draft on every machine
-        CHECK(sums[k].drafted > 0 && sums[k].accepted > 0, "%s: %d of %d drafts were accepted", guessers[k].who,
+        CHECK(sums[k].drafted > 0 && sums[k].accepted > 0, "%s: %d of %d drafts were accepted", methods[k].who,
               sums[k].accepted, sums[k].drafted);
-        printf("# %s: %d of %d drafts accepted\n", guessers[k].who, sums[k].accepted, sums[k].drafted);
+        printf("# %s: %d of %d drafts accepted\n", methods[k].who, sums[k].accepted, sums[k].drafted);
     }
     return test_done("forms");
 }

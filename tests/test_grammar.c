@@ -53,7 +53,7 @@ static int feed_tokens(Grammar *g, const char *s, size_t n, TokMode mode) {
     return got;
 }
 
-// Texts one after another, each with a mark: + complete, . incomplete, - refused.
+// Texts one after another, each with a sign: + complete, . incomplete, - refused.
 static void check_texts(Grammar *g, const char *what, const char *const *texts) {
     for (; *texts; texts++) {
         const char *s = *texts + 1;
@@ -141,7 +141,8 @@ static void test_ranges(void) {
 
 static void test_gbnf_errors(void) {
     static const struct { const char *text, *want; } cases[] = {
-        { "", "undefined rule 'root'" }, { "x ::= \"a\"", "undefined rule 'root'" }, { "root ::= x", "line 1: undefined rule 'x'" },
+        { "", "undefined rule 'root'" }, { "x ::= \"a\"", "undefined rule 'root'" },
+        { "root ::= x", "line 1: undefined rule 'x'" },
         { "root ::= \"a\"\n\nroot ::= \"b\"", "line 3: the rule 'root' is defined twice" }, { "root = \"a\"",
           "line 1: expected '::='" },
         { "root ::= \"a", "line 1: expected a '\"'" }, { "root ::= [a", "line 1: expected a ']'" },
@@ -156,7 +157,8 @@ static void test_gbnf_errors(void) {
           "expected the rest of a rule" },
         { "root ::= <nothing>", "expected a control token" }, { "root ::= <[99999999]>", "expected a control token" },
           { "root ::= never\nnever ::= \"b\" never", "no text matches" },
-        { "root ::= \"\xff\"", "expected UTF-8" }, { "root ::= \"a\"*****", "at most 4 repetition operators" }, { "::= \"a\"",
+        { "root ::= \"\xff\"", "expected UTF-8" }, { "root ::= \"a\"*****", "at most 4 repetition operators" },
+        { "::= \"a\"",
           "expected the name" },
         { "root ::= (\"a\"?){0,999999}", "may be empty" }, { "root ::= (a b)+ \"c\"\na ::= \"\"\nb ::= root?",
           "begins with itself" },
@@ -172,7 +174,8 @@ static void test_gbnf_errors(void) {
 
 // ---- schemas --------------------------------------------------------------------------------------------------------
 
-#define ADDRESS "\"$defs\":{\"address\":{\"type\":\"object\",\"properties\":{\"zip\":{\"type\":\"string\",\"pattern\":\"^[0-9]{5}$\"}},\"required\":[\"zip\"]}}"
+#define ADDRESS "\"$defs\":{\"address\":{\"type\":\"object\",\"properties\":{\"zip\":{\"type\":\"string\"," \
+                "\"pattern\":\"^[0-9]{5}$\"}},\"required\":[\"zip\"]}}"
 
 static const struct { const char *schema, *texts[16]; } schemas[] = {
     { "{\"type\":\"object\"}", { "+{}", "+{\"a\":1}",
@@ -209,18 +212,22 @@ static const struct { const char *schema, *texts[16]; } schemas[] = {
       "+[1,2,3]", "-[1,2,3,", "-[]" } },
     { "{\"type\":\"array\",\"items\":{},\"maxItems\":0}", { "+[]", "-[1" } },
     { "{\"type\":\"array\",\"minItems\":1}", { "-[]", "+[null]", "+[1,\"a\"]" } },
-    { "{\"type\":\"array\",\"prefixItems\":[{\"type\":\"integer\"},{\"type\":\"string\"}],\"items\":{\"type\":\"boolean\"}}",
+    { "{\"type\":\"array\",\"prefixItems\":[{\"type\":\"integer\"},{\"type\":\"string\"}],"
+      "\"items\":{\"type\":\"boolean\"}}",
       { "+[]", "+[1]", "+[1,\"a\"]", "+[1,\"a\",true,false]", "-[\"a\"", "-[1,2" } },
-    { "{\"type\":\"array\",\"prefixItems\":[{\"type\":\"integer\"},{\"type\":\"string\"}],\"items\":false,\"minItems\":2}",
+    { "{\"type\":\"array\",\"prefixItems\":[{\"type\":\"integer\"},{\"type\":\"string\"}],\"items\":false,"
+      "\"minItems\":2}",
       { "-[1]", "+[1,\"a\"]", "-[1,\"a\"," } },
     { "{\"type\":\"array\",\"items\":[{\"type\":\"integer\"},{\"type\":\"null\"}],\"maxItems\":1}",
       { "+[]", "+[1]", "-[1," } },
-    { "{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"},\"b\":{\"type\":\"integer\"},\"c\":{\"type\":\"integer\"}},\"required\":[\"b\"]}",
+    { "{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"},\"b\":{\"type\":\"integer\"},"
+      "\"c\":{\"type\":\"integer\"}},\"required\":[\"b\"]}",
       { "+{\"b\":1}", "+{\"a\":1,\"b\":2}", "+{\"a\":1, \"b\": 2, \"c\": 3}", "+{\"b\":2,\"c\":3}", "-{}", "-{\"c\"",
         "-{\"a\":1,\"c\"", "-{\"b\":1,\"d\"", "-{\"a\":1}", "-{\"b\":1,\"a\"" } },
     { "{\"properties\":{\"a\":{\"type\":\"integer\"},\"b\":{\"type\":\"integer\"}},\"additionalProperties\":false}",
       { "+{}", "+{\"a\":1}", "+{\"b\":1}", "+{\"a\":1,\"b\":1}", "-{\"b\":1,\"a\"" } },
-    { "{\"type\":\"object\",\"properties\":{\"ab\":{\"type\":\"integer\"}},\"additionalProperties\":{\"type\":\"string\"}}",
+    { "{\"type\":\"object\",\"properties\":{\"ab\":{\"type\":\"integer\"}},"
+      "\"additionalProperties\":{\"type\":\"string\"}}",
       { "+{}", "+{\"ab\":1}", "+{\"ab\":1,\"abc\":\"x\"}", "+{\"a\":\"x\"}", "+{\"\":\"x\"}", "-{\"ab\":\"x",
         "-{\"a\":1", "+{\"\xc3\xa9\":\"x\",\"b\":\"\"}" } },
     { "{\"properties\":{\"b\":{},\"a\":{},\"bc\":{},\"ab\":{}},\"additionalProperties\":{\"type\":\"null\"}}",
@@ -229,22 +236,30 @@ static const struct { const char *schema, *texts[16]; } schemas[] = {
     { "{\"type\":\"object\",\"additionalProperties\":{\"type\":\"integer\"}}",
       { "+{\"x\":1,\"y\": 2}", "-{\"x\":\"", "+{}" } },
     { "{\"type\":\"object\",\"required\":[\"q\"]}", { "+{\"q\":[1]}", "-{}", "+{\"q\":1,\"r\":2}" } },
-    { "{\"anyOf\":[{\"type\":\"integer\"},{\"type\":\"object\",\"properties\":{\"k\":{\"const\":1}},\"required\":[\"k\"]}]}",
+    { "{\"anyOf\":[{\"type\":\"integer\"},{\"type\":\"object\",\"properties\":{\"k\":{\"const\":1}},"
+      "\"required\":[\"k\"]}]}",
       { "+7", "+{\"k\":1}", "-{}", "-\"" } },
     { "{\"oneOf\":[{\"type\":\"string\"},{\"type\":\"null\"}]}", { "+null", "+\"\"", "-1" } },
-    { "{\"oneOf\":[{\"type\":\"object\",\"properties\":{\"t\":{\"const\":\"a\"},\"x\":{}},\"required\":[\"t\"]},{\"type\":\"object\",\"properties\":{\"t\":{\"const\":\"b\"},\"y\":{}},\"required\":[\"t\"]}]}",
+    { "{\"oneOf\":[{\"type\":\"object\",\"properties\":{\"t\":{\"const\":\"a\"},\"x\":{}},\"required\":[\"t\"]},"
+      "{\"type\":\"object\",\"properties\":{\"t\":{\"const\":\"b\"},\"y\":{}},\"required\":[\"t\"]}]}",
       { "+{\"t\":\"a\"}", "+{\"t\":\"b\",\"y\":1}", "-{\"t\":\"b\",\"x" } },
-    { "{\"oneOf\":[{\"type\":\"object\",\"properties\":{\"a\":{}},\"required\":[\"a\"]},{\"type\":\"object\",\"properties\":{\"b\":{}},\"required\":[\"b\"]}]}",
+    { "{\"oneOf\":[{\"type\":\"object\",\"properties\":{\"a\":{}},\"required\":[\"a\"]},{\"type\":\"object\","
+      "\"properties\":{\"b\":{}},\"required\":[\"b\"]}]}",
       { "+{\"a\":1}", "+{\"b\":1}", "-{}" } },
-    { "{\"type\":\"object\",\"properties\":{\"a\":{},\"b\":{}},\"additionalProperties\":false,\"anyOf\":[{\"required\":[\"a\"]},{\"required\":[\"b\"]}]}",
+    { "{\"type\":\"object\",\"properties\":{\"a\":{},\"b\":{}},\"additionalProperties\":false,"
+      "\"anyOf\":[{\"required\":[\"a\"]},{\"required\":[\"b\"]}]}",
       { "+{\"a\":1}", "+{\"b\":1}", "+{\"a\":1,\"b\":2}", "-{}" } },
-    { "{\"allOf\":[{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"}},\"required\":[\"a\"]},{\"properties\":{\"b\":{\"type\":\"string\"}},\"required\":[\"b\"]}]}",
+    { "{\"allOf\":[{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"}},\"required\":[\"a\"]},"
+      "{\"properties\":{\"b\":{\"type\":\"string\"}},\"required\":[\"b\"]}]}",
       { "+{\"a\":1,\"b\":\"\"}", "-{\"a\":1}" } },
     { "{\"allOf\":[{\"$ref\":\"#/$defs/address\"}],\"description\":\"x\"," ADDRESS "}", { "+{\"zip\":\"12345\"}", "-{}",
       "-{\"zip\":\"1234\"", "-{\"zip\":\"123456" } },
-    { "{\"allOf\":[{\"properties\":{\"n\":{\"minimum\":3}}},{\"properties\":{\"n\":{\"type\":\"integer\",\"maximum\":5}},\"required\":[\"n\"]}]}",
+    { "{\"allOf\":[{\"properties\":{\"n\":{\"minimum\":3}}},{\"properties\":{\"n\":{\"type\":\"integer\","
+      "\"maximum\":5}},\"required\":[\"n\"]}]}",
       { "+{\"n\":3}", "-{\"n\":2", "-{\"n\":6" } },
-    { "{\"$ref\":\"#/$defs/node\",\"$defs\":{\"node\":{\"type\":\"object\",\"properties\":{\"v\":{\"type\":\"integer\"},\"next\":{\"anyOf\":[{\"$ref\":\"#/$defs/node\"},{\"type\":\"null\"}]}},\"required\":[\"v\",\"next\"]}}}",
+    { "{\"$ref\":\"#/$defs/node\",\"$defs\":{\"node\":{\"type\":\"object\","
+      "\"properties\":{\"v\":{\"type\":\"integer\"},\"next\":{\"anyOf\":[{\"$ref\":\"#/$defs/node\"},"
+      "{\"type\":\"null\"}]}},\"required\":[\"v\",\"next\"]}}}",
       { "+{\"v\":1,\"next\":null}", "+{\"v\":1,\"next\":{\"v\":2,\"next\":{\"v\":3,\"next\":null}}}", "-{\"v\":1}" } },
     { "{\"type\":\"object\",\"properties\":{\"c\":{\"type\":\"array\",\"items\":{\"$ref\":\"#\"}}}}", { "+{}",
       "+{\"c\":[{},{\"c\":[]}]}", "-{\"c\":[1" } },
@@ -292,7 +307,8 @@ static void test_schema_errors(void) {
           { "{\"type\":\"string\",\"pattern\":\"(a\"}", "expected a ')'" },
         { "{\"type\":\"string\",\"pattern\":\"\\\\bx\"}", "#/pattern" }, { "{\"type\":\"string\",\"pattern\":\"a)\"}",
           "expected the end of the pattern" },
-        { "{\"type\":\"string\",\"pattern\":\"a\",\"maxLength\":3}", "#/pattern: cannot be combined with another restriction" },
+        { "{\"type\":\"string\",\"pattern\":\"a\",\"maxLength\":3}",
+          "#/pattern: cannot be combined with another restriction" },
           { "{\"type\":\"string\",\"format\":\"uri\"}", "#/format: expected date" },
         { "{\"type\":\"number\",\"minimum\":0.5}", "#/minimum: expected an integer" },
           { "{\"type\":\"number\",\"multipleOf\":0.1}", "#/multipleOf" },
@@ -300,13 +316,16 @@ static void test_schema_errors(void) {
           "#/contains" },
         { "{\"oneOf\":[{\"type\":\"number\"},{\"type\":\"integer\"}]}",
           "#/oneOf/1: a value may match both this and number 0" },
-        { "{\"oneOf\":[{\"type\":\"object\",\"properties\":{\"a\":{}}},{\"type\":\"object\",\"properties\":{\"b\":{}}}]}",
+        { "{\"oneOf\":[{\"type\":\"object\",\"properties\":{\"a\":{}}},{\"type\":\"object\","
+          "\"properties\":{\"b\":{}}}]}",
           "#/oneOf/1" },
-        { "{\"allOf\":[{\"type\":\"string\",\"maxLength\":3},{\"maxLength\":4}]}", "two combined schemas both have it" },
+        { "{\"allOf\":[{\"type\":\"string\",\"maxLength\":3},{\"maxLength\":4}]}",
+          "two combined schemas both have it" },
         { "{\"allOf\":[{\"properties\":{\"a\":{}},\"additionalProperties\":false},{\"properties\":{\"b\":{}}}]}",
           "additionalProperties: with combined schemas, expected all properties" },
         { "{\"type\":\"object\",\"properties\":{},\"minProperties\":2}", "#/minProperties" },
-          { "{\"enum\":[\"a\"],\"type\":\"string\",\"maxLength\":3}", "#/maxLength: cannot be combined with enum or const" },
+          { "{\"enum\":[\"a\"],\"type\":\"string\",\"maxLength\":3}",
+            "#/maxLength: cannot be combined with enum or const" },
         { "{\"enum\":[]}", "no text matches" }, { "false", "no text matches" },
           { "{\"type\":\"integer\",\"minimum\":5,\"maximum\":4}", "no text matches" },
         { "{\"type\":\"object\",\"properties\":{\"n\":{\"$ref\":\"#\"}},\"required\":[\"n\"]}", "no text matches" },
@@ -482,7 +501,7 @@ static bool draw_text(Grammar *g, TokIds *ids, TokText *text, GrammarStart how) 
     return done;
 }
 
-static void test_drawn(void) {
+static void test_sampled(void) {
     TokIds ids = { 0 };
     TokText text = { 0 };
     int n_done = 0;
@@ -509,17 +528,20 @@ static void test_drawn(void) {
 
 // ---- tools ----------------------------------------------------------------------------------------------------------
 
-#define TOOLS "[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\",\"properties\":{\"unit\":{\"type\":\"string\",\"enum\":[\"celsius\",\"fahrenheit\"]}," \
-              "\"City\":{\"type\":\"string\"},\"days\":{\"type\":\"integer\",\"minimum\":1,\"maximum\":14},\"odd:key\":{\"type\":\"array\",\"items\":{\"type\":\"boolean\"}}},\"required\":[\"City\"]}}}," \
+#define TOOLS "[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\"," \
+              "\"properties\":{\"unit\":{\"type\":\"string\",\"enum\":[\"celsius\",\"fahrenheit\"]}," \
+              "\"City\":{\"type\":\"string\"},\"days\":{\"type\":\"integer\",\"minimum\":1,\"maximum\":14}," \
+              "\"odd:key\":{\"type\":\"array\",\"items\":{\"type\":\"boolean\"}}},\"required\":[\"City\"]}}}," \
               "{\"type\":\"function\",\"function\":{\"name\":\"stop\"}}," \
-              "{\"type\":\"function\",\"function\":{\"name\":\"any\",\"parameters\":{\"type\":\"object\",\"properties\":{\"note\":{}},\"additionalProperties\":{\"type\":\"number\"}}}}]"
+              "{\"type\":\"function\",\"function\":{\"name\":\"any\",\"parameters\":{\"type\":\"object\"," \
+              "\"properties\":{\"note\":{}},\"additionalProperties\":{\"type\":\"number\"}}}}]"
 
 static void test_tools(void) {
     static const struct { const char *wanted, *text; int want; bool several; } cases[] = {
         { NULL, "<|tool_call>call:get_weather{City:<|\"|>Paris<|\"|>}<tool_call|>", 2, false },
         { NULL,
-          "<|tool_call>call:get_weather{City:<|\"|>a \"quoted\" {city}\n<|\"|>,days:14,<|\"|>odd:key<|\"|>:[true,false],unit:<|\"|>celsius<|\"|>}<tool_call|>",
-            2, false },
+          "<|tool_call>call:get_weather{City:<|\"|>a \"quoted\" {city}\n<|\"|>,days:14,<|\"|>odd:key<|\"|>:"
+          "[true,false],unit:<|\"|>celsius<|\"|>}<tool_call|>", 2, false },
         { NULL, "<|tool_call>call:get_weather{City:<|\"|>Paris<|\"|>,days:15", 0, false },
         { NULL, "<|tool_call>call:get_weather{}", 0, false },
         { NULL, "<|tool_call>call:get_weather{City:\"Paris\"}", 0, false },
@@ -561,7 +583,7 @@ static void test_tools(void) {
 }
 
 // The tokenizer's parser reads sampled calls back, and their arguments match the parameters.
-static void test_drawn_calls(void) {
+static void test_sampled_calls(void) {
     Grammar g;
     TokIds ids = { 0 };
     TokText text = { 0 };
@@ -749,7 +771,8 @@ static void test_states(void) {
     TokIds ids = { 0 };
     uint32_t *mask = alloc(((size_t)t.n_tokens + 31) / 32 * 4);
     CHECK(grammar_from_schema(&g, &vocab,
-        str("{\"type\":\"array\",\"items\":{\"type\":\"array\",\"items\":{\"type\":\"string\",\"maxLength\":40},\"maxItems\":3},\"maxItems\":1000000}")),
+        str("{\"type\":\"array\",\"items\":{\"type\":\"array\",\"items\":{\"type\":\"string\",\"maxLength\":40},"
+            "\"maxItems\":3},\"maxItems\":1000000}")),
           "%s", g.err);
     GrammarState s = grammar_start(&g, START_ANSWER), copy, done;
     grammar_advance(&g, &s, t.code_point['['] - 1);
@@ -905,7 +928,8 @@ static void test_limits(void) {
 static void test_ambiguous(void) {
     static const char *const texts[] = { "root ::= (\"a\" | \"aa\" | \"aaa\"){0,100000} \"b\"",
         "root ::= a a a a a a a a\na ::= b b b b b b b b\nb ::= c c c c c c c c\nc ::= \"a\"? \"a\"?",
-                                         "root ::= \"a\" root root | \"\"", "root ::= ((((\"a\"?){256}){256}){256}){256}" };
+                                         "root ::= \"a\" root root | \"\"",
+                                         "root ::= ((((\"a\"?){256}){256}){256}){256}" };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         Grammar g;
         const int64_t start = n_calls;
@@ -956,8 +980,11 @@ static void time_masks(Grammar *g, const char *text) {
 
 static void test_real(bool timed) {
     static const char *const texts[][2] = {
-        { "{\"type\":\"object\",\"properties\":{\"name\":{\"type\":\"string\"},\"short\":{\"type\":\"string\",\"maxLength\":500},\"age\":{\"type\":\"integer\",\"minimum\":0,\"maximum\":150},\"tags\":{\"type\":\"array\",\"items\":{\"type\":\"string\"}},\"any\":{}}}",
-          "{\"name\": \"Jos\xc3\xa9 \\\"Pepe\\\" the third\", \"short\": \"something \xe2\x82\xac or other\", \"age\": 42, \"tags\": [\"one\", \"two and three\"], \"any\": {\"a\": [1, 2.5e3, {\"b\": null}]}}" },
+        { "{\"type\":\"object\",\"properties\":{\"name\":{\"type\":\"string\"},\"short\":{\"type\":\"string\","
+          "\"maxLength\":500},\"age\":{\"type\":\"integer\",\"minimum\":0,\"maximum\":150},"
+          "\"tags\":{\"type\":\"array\",\"items\":{\"type\":\"string\"}},\"any\":{}}}",
+          "{\"name\": \"Jos\xc3\xa9 \\\"Pepe\\\" the third\", \"short\": \"something \xe2\x82\xac or other\", "
+          "\"age\": 42, \"tags\": [\"one\", \"two and three\"], \"any\": {\"a\": [1, 2.5e3, {\"b\": null}]}}" },
         { "{\"type\":\"object\"}", "{\"text\": \"a long text of some words\", \"list\": [[\"x\"], {\"y\": -1.25}]}" },
     };
     File f;
@@ -1001,8 +1028,8 @@ int main(int argc, char **argv) {
     test_tools();
     test_thoughts();
     test_random();
-    test_drawn();
-    test_drawn_calls();
+    test_sampled();
+    test_sampled_calls();
     test_masks();
     test_states();
     test_limits();

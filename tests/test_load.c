@@ -264,7 +264,8 @@ static void test_table(const char *path) {
         o.n_ctx = asked[i].n_ctx;
         plan_model(m, path, device_of((size_t)1 << 40), o, NULL);
         CHECK(m->options.n_ctx == asked[i].is && !m->plan.in_host == (asked[i].is == 64),
-              "context %d: got %d, %zu bytes of the table in host memory", asked[i].n_ctx, m->options.n_ctx, m->plan.in_host);
+              "context %d: got %d, %zu bytes of the table in host memory", asked[i].n_ctx, m->options.n_ctx,
+              m->plan.in_host);
         const int again = largest_context(m, m->config.n_ctx_train, o.memory);
         CHECK(again == most, "after a plan for %d: the longest is %d, then %d", o.n_ctx, most, again);
         free_model(m);
@@ -418,7 +419,8 @@ static const char *test_true_size(void) {
         load_model(m, path, cpu_ops(), small, NULL);
         const double bound = seconds() - from;
         load_tokenizer(&t, &m->gguf, m->config.vocab);
-        printf("26B, %.1f GB: opened and checked in %.3f s; with config, binding and plan %.3f s; with the tokenizer %.3f "
+        printf("26B, %.1f GB: opened and checked in %.3f s; with config, binding and plan %.3f s; "
+               "with the tokenizer %.3f "
                "s\n", (double)m->gguf.file_size / 1e9, opened, bound, seconds() - from);
         const bool ok = m->config.n_layers == 30 && m->config.n_experts == 128 && m->config.vocab == 262144;
         fflush(stdout);
@@ -468,7 +470,8 @@ static void use_model(const char *path, bool check) {
 // shapes and types.
 static void mutate(uint8_t *file, size_t *size, size_t infos, size_t data) {
     static const uint64_t values[] = { 0, 1, 2, 3, 7, 31, 32, 255, 256, 65535, 0x7fffffff, 0x80000000, 0xffffffff,
-                                       (uint64_t)1 << 32, (uint64_t)1 << 62, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 31 };
+                                       (uint64_t)1 << 32, (uint64_t)1 << 62, (uint64_t)1 << 63, UINT64_MAX,
+                                       UINT64_MAX - 31 };
     for (size_t k = 1 + rng() % 4 / 3; k > 0; k--) {
         const unsigned where = (unsigned)(rng() % 16);
         size_t at = where < 7 ? rng() % 4096 : where < 12 ? infos + rng() % (data - infos)

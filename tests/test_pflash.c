@@ -132,25 +132,25 @@ static void test_bits(const char *path) {
 }
 
 // Two prompts in one step, both sparse: each the same as alone, if blocks of rows are not shared.
-static void test_company(const char *path) {
+static void test_together(const char *path) {
     Model *m = open_model(path, (ModelOptions){ .pflash_density = 0.3f, .n_batch = 2304 });
     int32_t ids[N_TEXT + 64];
     const int n = make_text(m, 1090, 200, ids) / SELECT_ROWS * SELECT_ROWS;
     const size_t vocab = (size_t)m->config.vocab;
-    float *alone = alloc_or_die(vocab, sizeof *alone), *beside = alloc_or_die(vocab, sizeof *beside);
+    float *alone = alloc_or_die(vocab, sizeof *alone), *together = alloc_or_die(vocab, sizeof *together);
     run_hashed(m, 0, ids, n, alone);
     for (int seq = 0; seq < 2; seq++) reset_session(m, seq);
     for (int i = 0; i < 2 * n; i++) m->step_rows[i] = (StepRow){ .token = ids[i % n], .output = true };
     const StepSeg segs[] = { { .seq = 1, .n = n, .rows = m->step_rows }, { .seq = 0, .n = n, .rows = m->step_rows + n } };
     step(m, segs, 2);
     for (int row = 0; row < 2; row++) {
-        read_logits(m, (row + 1) * n - 1, beside);
-        CHECK(!memcmp(alone, beside, vocab * sizeof *alone),
+        read_logits(m, (row + 1) * n - 1, together);
+        CHECK(!memcmp(alone, together, vocab * sizeof *alone),
               "%s: prompt %d of two in a step: expected the logits it has alone", path,
               row);
     }
     free(alone);
-    free(beside);
+    free(together);
     close_model(m);
 }
 
@@ -286,23 +286,24 @@ static void test_scorer_plan(const char *path) {
     Model *m = alloc_or_die(2, sizeof *m);
     plan_model(&m[0], path, op, o, NULL);
     plan_model(&m[1], path, op, only, NULL);
-    size_t behind = 0, bytes[2];
+    size_t unscored = 0, bytes[2];
     for (size_t i = 0; i < m->gguf.n_tensors; i++) {
         const GgufTensor *t = &m->gguf.tensors[i];
         char name[64];
         int l = -1;
         snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.s);
-        if (m->binder->status[i] == BOUND && sscanf(name, "blk.%d.", &l) == 1 && l >= m->n_scored) behind += t->size;
+        if (m->binder->status[i] == BOUND && sscanf(name, "blk.%d.", &l) == 1 && l >= m->n_scored) unscored += t->size;
     }
     for (int i = 0; i < 2; i++) bytes[i] = m[i].binder->bytes;
     CHECK(m->n_scored < m->config.n_layers && m->config.layer[m->n_scored - 1].kv_layer == m->n_scored - 1 &&
           !m->config.layer[m->n_scored - 1].is_swa,
           "%s: %d of %d layers score, expected some, the last a global one with a cache", path,
           m->n_scored, m->config.n_layers);
-    CHECK(behind && bytes[1] == bytes[0] - behind, "%s: a scorer's weights: expected %zu bytes less %zu, got %zu", path,
-          bytes[0], behind, bytes[1]);
-    CHECK(m[0].plan.weights ? m[1].plan.weights < m[0].plan.weights - behind / 2 : !m[1].plan.weights,
-          "%s: a scorer's plan: expected less than %zu bytes of weights, got %zu", path, m[0].plan.weights, m[1].plan.weights);
+    CHECK(unscored && bytes[1] == bytes[0] - unscored, "%s: a scorer's weights: expected %zu bytes less %zu, got %zu",
+          path, bytes[0], unscored, bytes[1]);
+    CHECK(m[0].plan.weights ? m[1].plan.weights < m[0].plan.weights - unscored / 2 : !m[1].plan.weights,
+          "%s: a scorer's plan: expected less than %zu bytes of weights, got %zu", path, m[0].plan.weights,
+          m[1].plan.weights);
     for (int i = 0; i < 2; i++) free_model(&m[i]);
     free(m);
 }
@@ -332,10 +333,10 @@ static void test_chat(const char *path) {
             CHECK(n > before - 4 && n < before + 64, "chat, turn %d: expected a prompt after %d tokens, got %d", turn,
                   before, n);
         if (turn)
-            CHECK(c.s->turn.n_run < 64, "chat, turn %d: expected few tokens to run, got %d of %d", turn, c.s->turn.n_run,
-                  n);
+            CHECK(c.s->turn.n_run < 64, "chat, turn %d: expected few tokens to run, got %d of %d", turn,
+                  c.s->turn.n_run, n);
         if (turn) CHECK(shown.n < c.shown.n && same_ids(&shown, &c.shown) == (int)shown.n,
-                        "chat, turn %d: expected what was shown to stay", turn);
+                        "chat, turn %d: expected the shown messages to stay", turn);
         shown.n = 0;
         for (size_t i = 0; i < c.shown.n; i++) push_id(c.s->t, &shown, c.shown.ids[i]);
     }
@@ -349,7 +350,7 @@ static void test_all(const Ops *ops) {
     op = ops;
     for (int i = 0; i < 2; i++) {
         if (i || long_run) test_bits(models[i]);
-        if (op == cpu_ops() && i && long_run) test_company(models[i]);
+        if (op == cpu_ops() && i && long_run) test_together(models[i]);
         if (!i && long_run) test_density(models[i]);
         if (long_run) test_codes(models[i], i ? KV_F16 : KV_TQ3);
     }

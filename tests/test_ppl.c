@@ -84,8 +84,8 @@ static void check_divergence(const char *path) {
     const PplResult base = ppl_measure(a, 2, ids, N_IDS, &write), same = ppl_measure(a, 2, ids, N_IDS, &compare);
     const PplResult r = ppl_measure(b, 2, ids, N_IDS, &compare);
     CHECK(same.divergence >= 0 && same.max < 4e-8 && near(same.same, 1, 1e-12) && same.rms == 0 && same.ratio == 1,
-          "a run against itself: divergence %.3g, at most %.3g, same %.6f, RMS %.3g", same.divergence, same.max, same.same,
-          same.rms);
+          "a run against itself: divergence %.3g, at most %.3g, same %.6f, RMS %.3g", same.divergence, same.max,
+          same.same, same.rms);
     CHECK(near(r.base_ppl, base.ppl, 1e-6), "the base's PPL: %.8g, want %.8g", r.base_ppl, base.ppl);
     double d[N], mean = 0, squares = 0, rms = 0, ratio = 0;
     int n_same = 0, n = 0;

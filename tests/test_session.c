@@ -216,12 +216,14 @@ static void test_damage(const char *path) {
     size_t n;
     char *bytes = bytes_of(file, &n), *changed = must(malloc(n + 8));
     const SessionHeader *h = (const SessionHeader *)(uintptr_t)bytes;
-    const size_t ids = sizeof *h, json = ids + 92 * 4, rows = json + h->n_text, rings = n - 8 - (size_t)h->snapshot_bytes;
+    const size_t ids = sizeof *h, json = ids + 92 * 4, rows = json + h->n_text,
+                 rings = n - 8 - (size_t)h->snapshot_bytes;
     const size_t ends[] = { 0, 1, 8, sizeof *h - 1, sizeof *h, sizeof *h + 8, ids + 1, json, rows, rows + 7, rings,
                             n - 8, n - 1 };
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
         put_file(file, bytes, ends[i]);
-        expect_refusal(m, file, ends[i] < sizeof *h + 8 ? "expected a gemma4 session file" : "truncated", "a file cut short");
+        expect_refusal(m, file, ends[i] < sizeof *h + 8 ? "expected a gemma4 session file" : "truncated",
+                       "a truncated file");
     }
     memcpy(changed, bytes, n);
     memset(changed + n, 0, 8);
