@@ -50,7 +50,7 @@ ids() { # ids NUMBER...: prints them as 32-bit little-endian integers
 # ---- text ----------------------------------------------------------------------------
 story greedy --temp 0 -n 60
 ok "the story has text" grep -q '[a-z]' "$tmp/greedy"
-ok "stdout holds no statistics" none greedy '^# '
+ok "stdout has no statistics" none greedy '^# '
 ok "statistics go to stderr" has err "tok/s"
 ok "every line on stderr starts with '# '" none err '^[^#]|^#[^ ]'
 cp "$tmp/err" "$tmp/err.story"
@@ -59,12 +59,12 @@ ok "greedy text is the same twice" same greedy again
 story one --temp 0 -n 60 -t 1
 story two --temp 0 -n 60 -t 2
 ok "one thread and two give the same text" same one two
-ok "-t changes no text" same greedy one
+ok "-t does not change the text" same greedy one
 story short --temp 0 -n 20
 ok "-n 20 gives the beginning of -n 60" starts greedy short
 ok "-n 20 gives less than -n 60" differ greedy short
 story c --temp 0 -n 60 -c 512
-ok "-c changes no text" same greedy c
+ok "-c does not change the text" same greedy c
 
 story seed7 --temp 1 --seed 7 -n 60
 story seed7b --temp 1 --seed 7 -n 60
@@ -72,7 +72,7 @@ story seed8 --temp 1 --seed 8 -n 60
 ok "the same seed gives the same text" same seed7 seed7b
 ok "another seed gives another text" differ seed7 seed8
 story auto --temp 0 -n 60 --spec auto --draft-max 5
-ok "--spec auto without a drafter changes no text" same greedy auto
+ok "--spec auto without a drafter does not change the text" same greedy auto
 story topk --temp 1 --seed 7 --top-k 1 -n 60
 ok "--top-k 1 is greedy" same greedy topk
 story topp --temp 1 --seed 7 --top-p 0.000001 -n 60
@@ -104,15 +104,15 @@ run "$model" -f "$tmp/long.txt" --temp 0 -n 1 --dump "$tmp/dump"
 ls -l "$tmp/dump" | awk '{ print $5, $9 }' >"$tmp/sizes1"
 run "$model" -f "$tmp/long.txt" --temp 0 -n 1 --dump "$tmp/dump"
 ls -l "$tmp/dump" | awk '{ print $5, $9 }' >"$tmp/sizes2"
-ok "--dump replaces what an earlier run left" same sizes1 sizes2
+ok "--dump replaces the files of an earlier run" same sizes1 sizes2
 run "$model" -p "$(printf 'bad \377\376 bytes \300')" --temp 0 -n 4
-ok "bytes that are no UTF-8 do not crash" [ "$status" -le 1 ]
+ok "invalid UTF-8 does not crash" [ "$status" -le 1 ]
 run "$model" -p "" --temp 0 -n 4
 ok "an empty prompt does not crash" [ "$status" -le 1 ]
 
 # ---- the plain loop ------------------------------------------------------------------
-# --greedy makes the tokens of --temp 0 from the same logits: as far as -n says, to the end of the turn, after a prompt of
-# several chunks, to the end of the context. Its text is the same, but for a thought ("fox." makes the second model think).
+# --greedy makes the tokens of --temp 0 from the same logits: up to -n, to the end of the turn, after a prompt of several
+# chunks, to the end of the context. Its text is the same except for a thought ("fox." makes the second model think).
 for file in "$model" models/gemma4-mini-e-q8_0.gguf; do
     for words in "-f $tmp/prompt.txt -n 60" "-p Hello" "-f $tmp/long.txt -n 20" "-p Once --raw -n 30 -c 20" "-p fox."; do
         # shellcheck disable=SC2086  # flags are words
@@ -220,8 +220,8 @@ form '{"fox":[1,true,"red"]}' --json-schema-file "$tmp/form.json" --raw
 form '"P' -j '{"enum":["Paris"]}' -r ar
 form '5' -j '{"const":5}' --tools "$tmp/tools.json" -l 48-100                             # without <|tool_call>
 run "$model" -p "What is 22 minus 2?" --think --show-thoughts --think-budget 8 --temp 0 -j '{"enum":["a red fox"]}'
-ok "a thought stands before the answer" has err "# thought:"
-ok "of which it is no part" grep -qx '"a red fox"' "$tmp/out"
+ok "a thought comes before the answer" has err "# thought:"
+ok "and not in the text" grep -qx '"a red fox"' "$tmp/out"
 run "$model" -p "Tell me a story." --tools "$tmp/tools.json" --tool-choice required -n 60 --temp 0
 ok "--tool-choice required: a call, unless it is cut" grep -qE '^\{"name":"get_weather","arguments":\{' "$tmp/out"
 printf '[{"type":"function","function":{"name":"f"}},{"type":"function","function":{"name":"g","parameters":{"type":"object",
@@ -396,7 +396,7 @@ while read -r names; do
         # shellcheck disable=SC2086  # verbs, flags and values are words
         run $verb $file $plain $flag $good
         if [ "$flag" = --history ] && grep -q "no line editing" "$tmp/err"; then
-            ok "$flag: refused by a build that edits no lines" [ "$status" -eq 1 ]
+            ok "$flag: refused by a build without a line editor" [ "$status" -eq 1 ]
         else
             ok "$flag $good: exits 0" [ "$status" -eq 0 ]
         fi
@@ -508,7 +508,7 @@ ok "--top-logits: three candidates, all with id, text, logit and probability" [ 
 ok "--top-logits: greedy chooses the first" [ "$(sed -nE 's/^# position [0-9]+, chosen ([0-9]+): ([0-9]+) .*/\1 \2/p' "$tmp/top" |
     awk '$1 != $2' | wc -l)" -eq 0 ]
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 1 --top-logits 16777216
-ok "--top-logits: no more than the vocabulary" [ "$(grep '^# position ' "$tmp/err" | grep -o '", \| -*[0-9.]* [0-9.e-]*,' | wc -l)" -ge 4000 ]
+ok "--top-logits: at most the vocabulary" [ "$(grep '^# position ' "$tmp/err" | grep -o '", \| -*[0-9.]* [0-9.e-]*,' | wc -l)" -ge 4000 ]
 
 # The first and second greedy token: ids for biases.
 first=$(sed -nE 's/^# position [0-9]+, chosen ([0-9]+):.*/\1/p' "$tmp/top" | sed -n 1p)
@@ -531,13 +531,13 @@ run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "no such te
 printf '%s' "$(cat "$tmp/out")" >"$tmp/got"
 ok "-r is --stop, and several are several" same want got
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "${word}never"
-ok "--stop: what begins like a stop string is printed after all" same greedy out
+ok "--stop: text that only begins like a stop string is printed" same greedy out
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "$(head -c 1 "$tmp/greedy")"
 ok "--stop: the first byte ends it" size "$tmp/out" 0
-ok "--stop: no text is no error" [ "$status" -eq 0 ]
+ok "--stop: an empty text is not an error" [ "$status" -eq 0 ]
 last=$(tail -c 4 "$tmp/greedy")
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 60 --stop "${last}x"
-ok "--stop: what waits at the end is printed" same greedy out
+ok "--stop: text held back at the end is printed" same greedy out
 
 error --repeat-penalty "$model" -p hi --repeat-penalty 0
 error --repeat-penalty "$model" -p hi --repeat-penalty nan
@@ -588,7 +588,7 @@ $limit "$gemma4" bench "$model" -p 0 -n 0 --rows 5 -d 9 -r 2 -o json >"$tmp/benc
 ok "bench: json: how the context was filled" grep -q '"fill": "prompt"' "$tmp/bench.json"
 ok "bench: json: rows of a step" grep -q '"n_verify": 5' "$tmp/bench.json"
 run -p 2 -n 0 -r 1 -o csv -m "$model" bench
-ok "bench: its flags may stand before it" [ "$(wc -l <"$tmp/out")" -eq 2 ]
+ok "bench: flags may come before it" [ "$(wc -l <"$tmp/out")" -eq 2 ]
 run bench "$model" --n-prompt 2 --n-gen 2 --n-depth 2 --repetitions 1 -o csv
 ok "bench: the long names of its flags" [ "$(wc -l <"$tmp/out")" -eq 3 ]
 for flag in "-p x" "--n-prompt x" "-n x" "--n-gen x" "-d x" "--n-depth x" "-r 0" "--repetitions 0" "--pflash-density 101"; do
@@ -630,14 +630,14 @@ run "$model" -p "$(yes 'The fox ran.' | head -n 40)" -n 1 --pflash 0.2 --pflash-
 ok "--pflash: the statistics have it" has err "pFlash: attended to 100.0 % of the blocks"
 run niah "$model" -p 256,300 -d 0,100 -r 1 --needles 2 --svg "$tmp/map.svg"
 ok "niah: exits 0" [ "$status" -eq 0 ]
-ok "niah: the models find what was planted" grep -q '^8 of 8 needles found, 100.0 %.$' "$tmp/out"
+ok "niah: the models find the needles" grep -q '^8 of 8 needles found, 100.0 %.$' "$tmp/out"
 ok "niah: a row for each length" [ "$(grep -c '^| [0-9]' "$tmp/out")" -eq 2 ]
 ok "niah: the heat map has a cell for each" [ "$(grep -c 'hsl(120' "$tmp/map.svg")" -eq 4 ]
 long=$(yes 'The fox ran.' | head -n 300)
 run "$model" -p "$long" -n 1 --temp 0 --compress 0.25
-ok "--compress: says what was kept, and that it is lossy" has err "# prompt compressed (lossy): kept "
+ok "--compress: prints the kept part, and that it is lossy" has err "# prompt compressed (lossy): kept "
 run "$model" -p "$long" -n 1 --temp 0 --compress 0.25 --raw
-ok "--compress --raw: says what was kept" has err "# prompt compressed (lossy): kept "
+ok "--compress --raw: prints the kept part" has err "# prompt compressed (lossy): kept "
 run "$model" -p "Hello" -n 1 --temp 0 --compress 0.25
 ok "--compress: a short prompt is left alone" eval '[ "$status" -eq 0 ] && ! grep -q compressed "$tmp/err"'
 run "$model" -p hi --compress 0.5 --session "$tmp/none"
@@ -703,7 +703,7 @@ wrong "wrong checksum" -c 64 --chunks 3 --kld "$tmp/cut"
 ok "ppl: a full disk: exit status 1" [ $? -eq 1 ]
 ok "ppl: a full disk: says so" grep -q "^gemma4: error: --kld-base: " "$tmp/err"
 run ppl "$model" -f "$tmp/long.txt" -c 64 --chunks 3 --kld "$tmp/base"
-ok "ppl: a full disk: the old file stands" [ "$status" -eq 0 ]
+ok "ppl: a full disk: the old file is kept" [ "$status" -eq 0 ]
 
 # ---- where the prompt comes from -----------------------------------------------------
 fed() { # fed INPUT ARGUMENTS...: runs gemma4 with INPUT as standard input
@@ -720,7 +720,7 @@ run tokenize "$model" -p "about a fox."
 cp "$tmp/out" "$tmp/rest"
 printf 'Read already.\nabout a fox.' >"$tmp/in"
 { read -r line; $limit "$gemma4" tokenize "$model" -f - >"$tmp/out" 2>"$tmp/err"; } <"$tmp/in"
-ok "-f - reads on from where standard input stands" same rest out
+ok "-f - reads from the current position of standard input" same rest out
 fed "" "$model" -n 2 -f -
 ok "-f -: an empty prompt is a prompt" [ "$status" -eq 0 ]
 $limit "$gemma4" "$model" -n 2 -f - >"$tmp/out" 2>"$tmp/err" <"$tmp"
@@ -753,15 +753,15 @@ fed "Tell me a story about a fox.\nWho is it about?\n/stats\n/save two.json\n/no
     "$mini" -i --temp 0 -n 60
 ok "chat: exits 0 at the end of input" [ "$status" -eq 0 ]
 ok "chat: the first answer is that of -p" starts out greedy
-ok "chat: what the cache holds is not run again" has err "were cached"
+ok "chat: cached tokens are not run again" has err "were cached"
 ok "chat: /stats counts messages" has err "; 4 messages"
 ok "chat: /save" has err "# 4 messages saved in two.json"
 ok "chat: an unknown command" has err "# /nothing: unknown command"
 ok "chat: a command with an argument too many" has err "# /clear: expected no argument"
 ok "chat: a command without its argument" has err "# /save: expected FILE"
-ok "chat: no statistics but those of /stats" [ "$(grep -c '^# prompt: ' err)" -eq 1 ]
+ok "chat: statistics only from /stats" [ "$(grep -c '^# prompt: ' err)" -eq 1 ]
 ok "chat: every line on stderr starts with '# '" none err '^[^#]|^#[^ ]'
-ok "chat: /save leaves no draft" [ "$(echo two.json*)" = two.json ]
+ok "chat: /save leaves no partial file" [ "$(echo two.json*)" = two.json ]
 ok "chat: /system comes first" grep -q '^\[{"role":"system","content":"Be brief."},{"role":"user"' three.json
 sed -n '2,$p' out >second
 ok "chat: a second answer" grep -q '[a-z]' second
@@ -773,7 +773,7 @@ fed "Tell me a story about a fox.\nWho is it about?\n" "$mini" -i --temp 0 -n 60
 tail -n 1 out >penalised
 fed "Tell me a story about a fox.\n/save p.json\n" "$mini" -i --temp 0 -n 60 --repeat-penalty 1.2
 fed "/load p.json\nWho is it about?\n" "$mini" -i --temp 0 -n 60 --repeat-penalty 1.2
-ok "chat: penalties count what the session holds, and no more" same penalised out
+ok "chat: penalties count the tokens of the session only" same penalised out
 fed "hi\n" "$mini" -i --temp 0 -n 4 -v
 ok "chat: -v shows statistics" has err "# decode: "
 fed "//clear, and tell me a story about a fox.\nTell me a story \\\\\nabout a fox.\n/save slash.json\n" "$mini" -i --temp 0 -n 8 --ignore-eos
@@ -790,14 +790,14 @@ fed "hi\n/save /nowhere/x\n/load missing.json\n/load two.json/x\n/load err\nhi\n
 ok "chat: /save and /load that fail: the chat continues" [ "$status" -eq 0 ]
 ok "chat: /save says why" has err "# /save: /nowhere/x: "
 ok "chat: /load says why" has err "# /load: missing.json: "
-ok "chat: /load says why, whatever it is" has err "# /load: two.json/x: Not a directory"
+ok "chat: /load prints each reason" has err "# /load: two.json/x: Not a directory"
 ok "chat: /load names the place" has err "# /load: err: messages"
 fed "/retry\n/tool 5\n/exit\nhi\n" "$mini" -i --temp 0 -n 2
 ok "chat: /retry without a message" has err "# no message to answer yet"
 ok "chat: /tool without a call" has err "# /tool: the model did not call a tool"
 ok "chat: /exit ends it" size out 0
 run "$mini" -i -p "Tell me a story about a fox." --temp 0 -n 60
-ok "chat: -p is said first" starts out greedy
+ok "chat: -p is the first message" starts out greedy
 
 # A ring overwrites old rows, so it is saved before an answer that the next prompt will not contain. The last logits
 # must equal, bit for bit, those of a session that gets the whole conversation at once.
@@ -871,7 +871,7 @@ for flags in "-n 40 --temp 0" "-n 40 --temp 1 -ctk q8_0" "-c 128 -n 80 --temp 1 
         run "$@" -p "" --session s
         cat out >>parts
     done
-    ok "--session --raw $flags: five runs write what one writes" same long parts
+    ok "--session --raw $flags: five runs write the same text as one" same long parts
 done
 run "$mini" --raw -p "Once upon a" --temp 0 -n 0 --session s2
 ok "--session: a prompt alone" has err "0 tokens generated"
@@ -902,16 +902,16 @@ touch shut/x 2>/dev/null && folder=/proc           # root can write everywhere e
 run "$mini" -p hi -n 4 --session $folder/s
 ok "--session: a folder that cannot be written to: exit status 1" [ "$status" -eq 1 ]
 ok "--session: a folder that cannot be written to: is named" grep -q "^gemma4: error: --session: $folder/s: " err
-ok "--session: what was refused changed nothing" same s3 s3.before
+ok "--session: refused files are unchanged" same s3 s3.before
 (trap '' XFSZ && ulimit -f 200 && exec $limit "$gemma4" "$mini" -p "What is 22 minus 2?" --temp 0 --session s3) >out 2>err
 ok "--session, a full disk: exit status 1" [ $? -eq 1 ]
 ok "--session, a full disk: the answer came" has out "22 - 2 = 20"
 ok "--session, a full disk: says so" grep -q "^gemma4: error: --session: s3: .*; the old file is unchanged" err
-ok "--session, a full disk: the old file stands" same s3 s3.before
+ok "--session, a full disk: the old file is kept" same s3 s3.before
 (trap '' XFSZ && ulimit -f 200 && printf 'hi\n/stats\n' | $limit "$gemma4" "$mini" -i --temp 0 --session s3) >out 2>err
 ok "--session, a full disk in a chat: the chat continues" has err "# context: "
 ok "--session, a full disk in a chat: says so" has err "# --session: s3: "
-ok "--session, a full disk in a chat: the old file stands" same s3 s3.before
+ok "--session, a full disk in a chat: the old file is kept" same s3 s3.before
 ok "--session: no other file is left" [ -z "$(ls | grep tmp)" ]
 mode_is() { [ -n "$(find "$2" -maxdepth 0 -perm "$1")" ]; }
 ok "--session: only its owner reads a conversation" mode_is 600 s3
@@ -921,7 +921,7 @@ ok "--session: a link leads to the file that is replaced" [ -h link -a "$status"
 ok "--session: which was written" [ -z "$(cmp -s s3 s4 && echo same)" ]
 ok "--session: and keeps its mode" mode_is 640 s4
 run "$mini" -p hi -n 2 --temp 0 --session link2
-ok "--session: a link to no file yet" [ -h link2 -a -s new ]
+ok "--session: a link to a missing file" [ -h link2 -a -s new ]
 ln -s link4 link3 && ln -s link3 link4
 error "symbolic links" "$mini" -p hi --session link3
 if [ "$(id -u)" -ne 0 ]; then
@@ -982,7 +982,7 @@ ok "chat: --context-shift: /save writes all" grep -q '"Be kind.".*about a fox.*a
 fed "/load shifted.json\nAnd one about a cow, please, which is long enough to fill what is left of it all, and more, or most \
 of it.\n/stats\n/retry\n" "$mini" -i --temp 0 -n 0 -c 96 --context-shift
 ok "chat: --context-shift: a message that is taken back shifts" has err "no longer sees the oldest 8 messages"
-ok "chat: --context-shift: and what it left out comes back" grep -q '; 8 messages$' err
+ok "chat: --context-shift: the hidden messages come back" grep -q '; 8 messages$' err
 ok "chat: --context-shift: /retry asks the message before" grep -q 'no longer sees the oldest [246] messages' err
 echo null >null.json
 fed "/load null.json\n/stats\nhi\n/save talk.json\n/load talk.json\n" "$mini" -i --temp 0 -n 2 --ignore-eos
@@ -995,7 +995,7 @@ run plan "$mini" -c 4096
 ok "plan: exits 0" [ "$status" -eq 0 ]
 ok "plan: stderr is empty" size err 0
 trained=$(sed -nE 's/.*trained length ([0-9]+)$/\1/p' out)
-ok "plan: says what the model was trained for" [ "$trained" -ge 4096 ]
+ok "plan: prints the trained context length" [ "$trained" -ge 4096 ]
 for word in weights "global KV" "window KV" staging activations scratch total available free "largest context that fits: $trained" 1048576; do
     ok "plan: says $word" has out "$word"
 done
@@ -1004,15 +1004,15 @@ run plan "$mini" --vram 0.03
 ok "plan: no room: exit status 1" [ "$status" -eq 1 ]
 ok "plan: no room: one line on stderr" lines err 1
 most=$(sed -nE 's/.*try -c ([0-9]+), .*a larger --vram, a smaller model$/\1/p' err)
-ok "plan: no room: says what would have" [ -n "$most" ]
+ok "plan: too little memory: prints the largest context that fits" [ -n "$most" ]
 run plan "$mini" --vram 0.03 -c "$most"
-ok "plan: what it said fits" [ "$status" -eq 0 ]
+ok "plan: that context fits" [ "$status" -eq 0 ]
 run plan "$mini" --vram 0.03 -c $((most + 64))
 ok "plan: one tile more does not" [ "$status" -eq 1 ]
 run "$mini" -p hi -n 1 --vram 0.03 -c 0
-ok "-c 0 takes what fits" has err "# plan: context $most:"
+ok "-c 0 uses the largest context that fits" has err "# plan: context $most:"
 run "$mini" -p hi -n 1 -c 0
-ok "-c 0 takes no more than the trained length" has err "# plan: context $trained:"
+ok "-c 0 uses at most the trained length" has err "# plan: context $trained:"
 error "try -c $most" "$mini" -p hi --vram 0.03 -c 8192
 error "a smaller model" "$mini" -p hi --vram 0.001 -c 0
 error plan plan "$mini" -p hi

@@ -58,8 +58,7 @@ static Block draft_alone(Model *m, int seg, int32_t next) {
     return b;
 }
 
-// ---- contexts
-// ----------------------------------------------------------------------------------------------------------
+// ---- contexts -------------------------------------------------------------------------------------------------------
 
 typedef enum { CHUNKS, CHAINS, CHAINS_WALKED, TREES, TREES_WALKED } How;
 enum { OWN = 7, JUNK = 5 };                            // rows of a step that are committed, and others
@@ -257,8 +256,7 @@ static void test_together(const char *path, const char *drafter) {
     close_model(m);
 }
 
-// ---- a block in plain loops
-// ------------------------------------------------------------------------------------------------
+// ---- a block in plain loops -----------------------------------------------------------------------------------------
 
 // of the micro models; rows: those of the context, then the block
 enum { VOCAB = 512, DIM = 64, HEAD = 128, MOST_ROWS = 256 };
@@ -443,8 +441,7 @@ static void test_blocks(void) {
     for (size_t i = 0; i < (on_gpu ? 2 : sizeof cases / sizeof *cases); i++) test_block(&cases[i]);
 }
 
-// ---- files
-// -----------------------------------------------------------------------------------------------------------------
+// ---- files ----------------------------------------------------------------------------------------------------------
 
 static void set_text(Draft *d, const char *key, const char *text) {
     Bytes *b = &draft_key(d, key)->value;
@@ -641,8 +638,7 @@ static void test_refused(void) {
     REFUSED(path, write_draft(&d, broken), "rope_freqs.weight", "expected type F32, got F16");
 }
 
-// ---- trained models
-// --------------------------------------------------------------------------------------------------------
+// ---- trained models -------------------------------------------------------------------------------------------------
 
 // Greedy text with a block at every token: counts accepted drafts at each depth. least: the rates of
 // models/acceptance.md for this kind of text, less the deviation that few prompts may have.

@@ -139,8 +139,7 @@ static Answer tell(Session *s, const Ask *a) {
     return out;
 }
 
-// ---- checks of an answer
-// ----------------------------------------------------------------------------------------------
+// ---- checks of an answer --------------------------------------------------------------------------------------------
 
 static bool accepted(const Ask *a, const Answer *got) {                // its ids, by a separate grammar
     Grammar g;
@@ -214,8 +213,7 @@ static void compare(const Answer *got, const Answer *want, const char *where, co
           want->text, want->err);
 }
 
-// ---- one answer, by every method
-// --------------------------------------------------------------------------------------
+// ---- one answer, by every method ------------------------------------------------------------------------------------
 
 static const struct { const char *who; Drafting drafting; } methods[N_METHODS] = {
     { "ngram", { .kind = SPEC_NGRAM, .n_max = 6 } },
@@ -240,7 +238,7 @@ static const Ask asks[] = {
     { .form = BY_FAILING, .budget = -1, .n = -1 },
 };
 
-// With an MTP drafter: prompt lookup, trees and auto, by turns; with a DFlash drafter: chains and trees.
+// With an MTP drafter: prompt lookup, trees and auto, alternately; with a DFlash drafter: chains and trees.
 static bool turn_of(const Model *m, int k, int number) {
     if (m->drafter->kind == DRAFTER_DFLASH) return k == 1 + number / 2 % 2;
     return m->drafter->kind == DRAFTER_NONE || k == 1 || k / 2 + k % 2 == number % 3;
@@ -283,8 +281,7 @@ static void one_ask(Session *plain, Session *s, int number, const char *name) {
     }
 }
 
-// ---- several
-// sessions------------------------------------------------------------------------------------------------------
+// ---- several sessions -----------------------------------------------------------------------------------------------
 
 // Sessions that share steps; the last one starts while the others answer.
 static void with_others(Session *s, int n, const char *name) {

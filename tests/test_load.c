@@ -3,8 +3,8 @@
  * Run from the top of the repository. Small random models of make_gguf are rewritten, opened by the binary or by a
  * child of this program, which must end with exit status 0, or with 1 and one error line.
  *
- * Environment: BUILD, CC, TMPDIR (see files.h), GEMMA4 (./gemma4), LONG=1 (10,000 mutations instead of 300), SEED (1).
- * */
+ * Environment: BUILD, CC, TMPDIR (see files.h), GEMMA4 (./gemma4), LONG=1 (10,000 mutations instead of 300), SEED
+ * (1). */
 #define _GNU_SOURCE
 #define TESTING
 #include "../gemma4.c"
@@ -160,8 +160,7 @@ static void test_nan_stays(void) {
     free(got);
 }
 
-// ---- too little
-// memory-------------------------------------------------------------------------------------------------
+// ---- too little memory ---------------------------------------------------------------------------------------------
 
 static size_t small_device;                            // its memory in bytes
 static void *no_reserve(size_t bytes) {

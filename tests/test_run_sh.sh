@@ -67,10 +67,10 @@ ok "no such file: one line with the server's answer" has "HTTP/2 404"
 rm "$tmp/missing"
 touch "$tmp/cut"
 fetch e4b
-ok "a connection that breaks: exit status 1" [ "$status" -eq 1 ]
-ok "a connection that breaks: says what to do" has "run the same command to resume it"
-ok "a connection that breaks: no model" [ ! -e "$file" ]
-ok "a connection that breaks: the part is kept" [ -e "$file.part" ]
+ok "an interrupted download: exit status 1" [ "$status" -eq 1 ]
+ok "an interrupted download: says what to do" has "run the same command to resume it"
+ok "an interrupted download: no model" [ ! -e "$file" ]
+ok "an interrupted download: the part is kept" [ -e "$file.part" ]
 rm "$tmp/cut"
 touch "$tmp/full"
 fetch e4b
@@ -100,9 +100,9 @@ else
     ok "a damaged file: is kept" [ -e "$file" ]
     mv "$file" "$file.part"
     fetch e4b
-    ok "a damaged draft: exit status 1" [ "$status" -eq 1 ]
-    ok "a damaged draft: goes away" [ ! -e "$file.part" ]
-    ok "a damaged draft: becomes no model" [ ! -e "$file" ]
+    ok "a damaged partial file: exit status 1" [ "$status" -eq 1 ]
+    ok "a damaged partial file: is removed" [ ! -e "$file.part" ]
+    ok "a damaged partial file: does not become the model" [ ! -e "$file" ]
 fi
 echo "another file" >"$file"
 fetch e4b
@@ -161,7 +161,7 @@ made() { [ "$(tr '\n' ' ' <"$tmp/made")" = "$1" ]; }
 
 runs nvcc
 ok "a build: runs it" grep -qx 'all m.gguf -p hi' "$tmp/out"
-ok "no line editing: names the package" has "no libedit or readline"
+ok "no line editor: names the package" has "no libedit or readline"
 mkdir "$tmp/tree/build"
 echo "cc -O3 -lreadline" >"$tmp/tree/build/flags"
 runs nvcc
@@ -173,7 +173,7 @@ ok "nvcc and no GPU: one line more" lines 2
 ok "nvcc and no GPU: says how to build for one" has "no GPU found, using the CPU; to build for a GPU in another machine: make cuda ARCH="
 runs "" ""
 ok "neither: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
-ok "neither: how to build for a GPU where there is none is left out" [ -z "$(grep 'make cuda' "$tmp/err")" ]
+ok "neither: does not say how to build for a GPU" [ -z "$(grep 'make cuda' "$tmp/err")" ]
 touch "$tmp/fails-all"
 runs nvcc
 ok "a CUDA build that fails: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"

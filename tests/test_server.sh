@@ -91,16 +91,16 @@ get /v1/models
 ok "the model is called as its file" has out '"id":"gemma4-mini-q8_0"'
 cp "$tmp/out" "$tmp/a"
 get /v1/models/gemma4-mini-q8_0
-ok "and told by its name" grep -qF "$(cat "$tmp/out")" "$tmp/a"
+ok "and by its name" grep -qF "$(cat "$tmp/out")" "$tmp/a"
 get /v1/models/gemma5
 ok "another name: 404" is 404
 ok "which clients know" has out '"param":"model","code":"model_not_found"'
 get /v1/models -H "anthropic-version: 2023-06-01"
-ok "in Anthropic's form where that is asked for" has out '{"data":[{"type":"model","id":"gemma4-mini-q8_0","display_name":'
+ok "in Anthropic's format if requested" has out '{"data":[{"type":"model","id":"gemma4-mini-q8_0","display_name":'
 get /v1/models/gemma5 -H "anthropic-version: 2023-06-01"
 ok "also its error" has out '{"type":"error","error":{"type":"not_found_error",'
 get /props
-ok "props tell the sessions" has out '"total_slots":3'
+ok "props report the sessions" has out '"total_slots":3'
 get /slots
 ok "slots are free" has out '{"id":2,"n_ctx":8192,"is_processing":false}'
 get /health -I
@@ -125,16 +125,16 @@ done
 ok "the page: nothing but its own server" grep -qi "^Content-Security-Policy: default-src 'none'; .*connect-src 'self';" "$tmp/a"
 tag=$(sed -n 's/^[Ee][Tt]ag: //p' "$tmp/a")
 get /index.html -H "If-None-Match: $tag"
-ok "the page: 304 for who holds it" is 304
+ok "the page: 304 for a client that has it" is 304
 get /index.html -H 'If-None-Match: "0"'
-ok "the page: whole for who holds another" cmp -s web/index.html "$tmp/out"
+ok "the page: whole for a client that has another version" cmp -s web/index.html "$tmp/out"
 get / -H "Host: example.org"
 ok "the page: another Host is refused" is 403
 ask / "{}" -D "$tmp/headers"
 ok "the page: POST is 405" is 405
 ok "the page: with the method that works" grep -qi '^Allow: GET' "$tmp/headers"
 get /page
-ok "a path that is not there is no page" is 404
+ok "an unknown path is not the page" is 404
 
 # ---- one answer ----------------------------------------------------------------------
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 40
@@ -145,12 +145,12 @@ text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/plain"
 ok "with the text of the command line" same cli plain
 ok "which is cut" has out '"finish_reason":"length"'
 ok "usage counts" has out '"completion_tokens":40'
-ok "timings are told" has out '"predicted_per_second":'
+ok "timings are reported" has out '"predicted_per_second":'
 ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stream\":true,\"stream_options\":{\"include_usage\":true}}" -N
 text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/streamed"
-ok "a stream holds the same text" same plain streamed
+ok "a stream has the same text" same plain streamed
 ok "it ends in [DONE]" [ "$(grep -c '^data: \[DONE\]$' "$tmp/out")" -eq 1 ]
-ok "and tells the usage" has out '"choices":[],"usage":{"prompt_tokens":21'
+ok "and reports the usage" has out '"choices":[],"usage":{"prompt_tokens":21'
 ok "of which most was cached" [ "$(number cached_tokens out)" -eq 20 ]
 ask /v1/completions "{\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10}"
 ok "a text is continued" grep -q '"text":"[^"]*[a-z]' "$tmp/out"
@@ -173,9 +173,9 @@ ask $chat "{$user,\"max_tokens\":3,\"temperature\":0,\"logprobs\":true,\"top_log
 ok "probabilities of each token" [ "$(grep -o '"top_logprobs"' "$tmp/out" | wc -l)" -eq 3 ]
 twelve='"prompt":"Once upon a time","temperature":0,"max_tokens":12'
 ask /v1/completions "{$twelve,\"logprobs\":2,\"stop\":\" little\"}"
-ok "/v1/completions: probabilities in its own form" has out '"text":", there was a","logprobs":{"tokens":[","," there"," was"," a"],"token_logprobs":[-'
+ok "/v1/completions: probabilities in its own format" has out '"text":", there was a","logprobs":{"tokens":[","," there"," was"," a"],"token_logprobs":[-'
 ok "/v1/completions: the most probable by name" grep -q '"top_logprobs":\[{",":-[^,]*,"[^"]*":-[^,]*},{" there":-' "$tmp/out"
-ok "/v1/completions: where each begins, but for a stop string" has out '"text_offset":[0,1,7,11]}'
+ok "/v1/completions: the offset of each, except for a stop string" has out '"text_offset":[0,1,7,11]}'
 ask /v1/completions "{$twelve,\"logprobs\":2}"
 list() { grep -oE "\"$1\":\[[^]]*" "$tmp/out" | sed 's/.*\[//' | paste -s -d , -; }
 list tokens >"$tmp/a"
@@ -197,7 +197,7 @@ ok "a bias changes the text" lacks out '"content":"Once'
 ask $chat "{$user,\"max_tokens\":3,\"temperature\":0}"
 ok "and is gone for the next one" has out '"content":"Once'
 ask $chat "{$user,\"max_tokens\":2,\"stream\":true,\"return_progress\":true,\"cache_prompt\":false}" -N
-ok "progress of the prompt, where it is wanted" has out '"prompt_progress":{"total":21,"cache":0'
+ok "progress of the prompt, if requested" has out '"prompt_progress":{"total":21,"cache":0'
 ask $chat '{"max_tokens":60,"temperature":0,"messages":[{"role":"user","content":"What is the weather in Paris?"}],
 "tools":[{"type":"function","function":{"name":"get_weather","description":"Weather of a city","parameters":{"type":"object",
 "properties":{"city":{"type":"string"}},"required":["city"]}}}]}'
@@ -225,13 +225,13 @@ tokens_with() { # tokens_with ID CACHE: number of tokens of the prompt in which 
 }
 ok "a call is made of the one city, in other tokens than those of the template" has out '"arguments":"{\"city\":\"Paris\"}"'
 if [ -n "$call" ]; then
-    ok "a call is put as it was written, where its id is known" [ "$(tokens_with "$call" true)" -ne "$(tokens_with other false)" ]
+    ok "a call is rendered as it was written, if its id is known" [ "$(tokens_with "$call" true)" -ne "$(tokens_with other false)" ]
     ok "but not if nothing may be cached" [ "$(tokens_with other false)" -eq "$(tokens_with "$call" false)" ]
 else
     skip "calls as they were written: the small model made none"
 fi
 
-# ---- prefill: the client begins the answer-------------------------------------------------
+# ---- prefill: the client begins the answer -------------------------------------------------
 begun() { # begun TEXT [MEMBERS]: the question, and TEXT as the beginning of the answer
     printf '"messages":[{"role":"user","content":"Tell me a story about a fox."},{"role":"assistant","content":"%s"%s}]' "$1" "$2"
 }
@@ -252,7 +252,7 @@ ask /v1/messages "{$(begun "$start"),\"temperature\":0,\"max_tokens\":28}"
 { printf '%s' "$start"; text text out; } >"$tmp/b"
 ok "/v1/messages: it continues by itself" same a b
 ask $chat "{$(begun "Once upon"),$on,\"max_tokens\":3,\"ignore_eos\":true,\"stop\":\"Once\",\"logprobs\":true}"
-ok "what was begun ends no answer" has out '"finish_reason":"length"'
+ok "a prefill does not end an answer" has out '"finish_reason":"length"'
 ok "probabilities are of new tokens" [ "$(grep -o '"logprob"' "$tmp/out" | wc -l)" -eq 3 ]
 ask /apply-template "{$user}"
 text prompt out >"$tmp/a"
@@ -264,7 +264,7 @@ n=$(number n_tokens out)
 ask /v1/messages/count_tokens "{$(begun "Once upon ")}"
 ok "/v1/messages/count_tokens: with the prefill" [ "$(number input_tokens out)" -eq "$n" ]
 ask /v1/messages/count_tokens "{$(begun "")}"
-ok "/v1/messages/count_tokens: an empty answer is none" has out '{"input_tokens":21}'
+ok "/v1/messages/count_tokens: an empty prefill counts nothing" has out '{"input_tokens":21}'
 ask /apply-template "{$(begun "Once" ',"reasoning_content":"Hm."'),$on,\"chat_template_kwargs\":{\"enable_thinking\":true}}"
 ok "a thought comes before it" has out '<|turn>model\n<|channel>thought\nHm.\n<channel|>Once","n_tokens"'
 ask /apply-template "{$(begun "Once")}"
@@ -296,9 +296,9 @@ ask /v1/messages/count_tokens "{$user}"
 ok "/v1/messages/count_tokens" has out '{"input_tokens":21}'
 ask /v1/messages '{"messages":[{"role":"user","content":[{"type":"image"}]}]}'
 ok "/v1/messages: an image: 400" is 400
-ok "/v1/messages: errors in its own form" has out '{"type":"error","error":{"type":"invalid_request_error","message":"'
+ok "/v1/messages: errors in its own format" has out '{"type":"error","error":{"type":"invalid_request_error","message":"'
 ask /v1/messages "{$user,\"max_tokens\":40,\"temperature\":0,\"stop_sequences\":[\"zzz\",\" fox\"]}"
-ok "/v1/messages: what stopped it" has out '"stop_reason":"stop_sequence","stop_sequence":" fox"'
+ok "/v1/messages: the stop sequence" has out '"stop_reason":"stop_sequence","stop_sequence":" fox"'
 ask /v1/messages "{\"system\":[{\"type\":\"text\",\"text\":\"Be kind.\",\"cache_control\":{\"type\":\"ephemeral\"}}],\"max_tokens\":1,
 \"thinking\":{\"type\":\"enabled\",\"budget_tokens\":9},\"tool_choice\":{\"type\":\"auto\",\"disable_parallel_tool_use\":true},\"metadata\":{\"user_id\":\"u\"},
 \"tools\":[{$declared,\"input_schema\":$schema,\"cache_control\":{\"type\":\"ephemeral\"}}],\"messages\":[{\"role\":\"user\",\"content\":\"Hi.\"},{\"role\":\"assistant\",\"content\":[
@@ -330,7 +330,7 @@ ask $chat "{\"max_tokens\":1,\"messages\":[{\"role\":\"user\",\"content\":\"Hi.\
 {\"role\":\"tool\",\"tool_call_id\":\"a\",\"content\":\"r\"},{\"role\":\"tool\",\"tool_call_id\":\"b\",\"content\":\"s\"}]}"
 ok "/v1/responses: thoughts and calls of a turn are one message" [ "$items" = "$(number prompt_tokens out)" ]
 ok "/v1/responses: of which all is cached" [ "$(number cached_tokens out)" -eq $((items - 1)) ]
-refused "/v1/responses: a tool that is no function" 400 "tools" /v1/responses "{$fox,\"tools\":[{\"type\":\"custom\",\"name\":\"x\"}]}"
+refused "/v1/responses: a tool that is not a function" 400 "tools" /v1/responses "{$fox,\"tools\":[{\"type\":\"custom\",\"name\":\"x\"}]}"
 refused "/v1/responses: nothing is kept" 400 "previous_response_id" /v1/responses "{$fox,\"previous_response_id\":\"x\"}"
 
 # ---- constrained answers: only one text is possible, for any model ---------------------------------------
@@ -401,8 +401,8 @@ for choice in '"required"' '{"type":"function","name":"f"}'; do
     ask /v1/responses "{$forced,\"stream\":true}" -N
     ok "/v1/responses: tool_choice $choice, streamed" has out '"type":"response.function_call_arguments.done"'
 done
-refused "no schema" 400 '"param":"response_format"' $chat "{$user,\"response_format\":{\"type\":\"json_schema\"}}"
-refused "a format that is none" 400 '"param":"response_format"' $chat "{$user,\"response_format\":{\"type\":\"xml\"}}"
+refused "a missing schema" 400 '"param":"response_format"' $chat "{$user,\"response_format\":{\"type\":\"json_schema\"}}"
+refused "an unknown format" 400 '"param":"response_format"' $chat "{$user,\"response_format\":{\"type\":\"xml\"}}"
 refused "a schema that is not understood" 400 '"param":"response_format"' $chat \
     "{$user,\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{\"schema\":$other_city}}}"
 ok "it is named by its place" has out 'schema: #/properties/city/not: '
@@ -412,7 +412,7 @@ ok "/v1/messages: it is named by its place" has out 'schema: #/properties/city/n
 refused "two schemas" 400 '"param":"json_schema"' $chat "{$user,\"json_schema\":{},\"response_format\":{\"type\":\"json_object\"}}"
 refused "a broken grammar" 400 '"param":"grammar"' $chat "{$user,\"grammar\":\"root ::= a\\na ::= (\"}"
 ok "it is named by its line" has out 'grammar: line 2: '
-refused "a grammar that is none" 400 '"param":"grammar"' $chat "{$user,\"grammar\":5}"
+refused "an invalid grammar" 400 '"param":"grammar"' $chat "{$user,\"grammar\":5}"
 refused "a grammar and a schema" 400 '"param":"grammar"' $chat "{$user,\"grammar\":\"root ::= \\\"a\\\"\",\"json_schema\":{}}"
 refused "a grammar and a forced call" 400 '"param":"grammar"' $chat \
     "{$user,\"grammar\":\"root ::= \\\"a\\\"\",\"tools\":[$either],\"tool_choice\":\"required\"}"
@@ -421,7 +421,7 @@ refused "a call without tools" 400 '"param":"tool_choice"' $chat "{$user,\"tool_
 refused "a call with no tools in the list" 400 '"param":"tool_choice"' $chat "{$user,\"tool_choice\":\"required\",\"tools\":[ ]}"
 refused "a tool that is not there" 400 '"param":"tool_choice"' $chat \
     "{$user,\"tools\":[$either],\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":\"h\"}}}"
-refused "a choice that is none" 400 '"param":"tool_choice"' $chat "{$user,\"tools\":[$either],\"tool_choice\":\"maybe\"}"
+refused "an unknown tool choice" 400 '"param":"tool_choice"' $chat "{$user,\"tools\":[$either],\"tool_choice\":\"maybe\"}"
 refused "a tool whose schema is not understood" 400 '"param":"tools"' $chat \
     "{$user,\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":$other_city}}],\"tool_choice\":\"required\"}"
 ask /v1/messages "{$short,\"tool_choice\":{\"type\":\"any\"}}"
@@ -434,11 +434,11 @@ text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
 ok "after all of them the text is as before" same plain a
 
 # ---- errors: 4xx with a reason; the server keeps running ----------------------------------
-refused "no such path" 404 "endpoint" /v1/images "{}"
+refused "an unknown path" 404 "endpoint" /v1/images "{}"
 get $chat
-ok "GET where POST belongs: 405" is 405
-refused "no JSON" 400 "not JSON" $chat "hello"
-refused "no object" 400 "object" $chat "[1]"
+ok "GET instead of POST: 405" is 405
+refused "invalid JSON" 400 "not JSON" $chat "hello"
+refused "not an object" 400 "object" $chat "[1]"
 refused "no messages" 400 "messages" $chat "{}"
 refused "empty messages" 400 "messages" $chat '{"messages":[]}'
 refused "n 2" 400 '"param":"n"' $chat "{$user,\"n\":2}"
@@ -446,23 +446,23 @@ refused "an image" 400 "image" $chat '{"messages":[{"role":"user","content":[{"t
 refused "audio" 400 "audio" $chat "{$user,\"modalities\":[\"text\",\"audio\"],\"audio\":{}}"
 refused "a wrong type" 400 "temperature" $chat "{$user,\"temperature\":\"hot\"}"
 refused "out of range" 400 "top_p" $chat "{$user,\"top_p\":2}"
-refused "no whole number" 400 "max_tokens" $chat "{$user,\"max_tokens\":1.5}"
+refused "not an integer" 400 "max_tokens" $chat "{$user,\"max_tokens\":1.5}"
 refused "an empty stop" 400 "stop" $chat "{$user,\"stop\":[\"\"]}"
 refused "a bias out of range" 400 "logit_bias" $chat "{$user,\"logit_bias\":{\"999999\":1}}"
 refused "a sampler that is not there" 400 "xtc_probability" $chat "{$user,\"xtc_probability\":0.5}"
-refused "a role that is none" 400 "role" $chat '{"messages":[{"role":"wizard","content":"a"}]}'
+refused "an unknown role" 400 "role" $chat '{"messages":[{"role":"wizard","content":"a"}]}'
 refused "a result without its call" 400 "tool_calls" $chat '{"messages":[{"role":"user","content":"a"},{"role":"tool","content":"a"}]}'
-refused "thinking that is no switch" 400 "enable_thinking" $chat "{$user,\"chat_template_kwargs\":{\"enable_thinking\":\"yes\"}}"
+refused "thinking that is not a switch" 400 "enable_thinking" $chat "{$user,\"chat_template_kwargs\":{\"enable_thinking\":\"yes\"}}"
 refused "no token left" 400 "logit_bias" $chat "{$user,\"logit_bias\":{$(seq -s ':-100,"' 0 4095 | sed 's/:-/":-/g; s/^/"/; s/$/":-100/')}}"
 ask $chat "{$user,\"max_tokens\":1,\"samplers\":\"top_k;top_p\",\"typical_p\":1,\"xtc_probability\":0,\"dry_multiplier\":0,\"dynatemp_range\":0,\"mirostat\":0,
 \"timings_per_token\":true,\"reasoning_format\":\"auto\",\"repetition_penalty\":1.1,\"logprobs\":false,\"top_logprobs\":0,\"stop\":null,\"tools\":[],\"grammar\":\"\",
 \"stream_options\":null,\"parallel_tool_calls\":true,\"store\":false,\"metadata\":{},\"n\":1}"
-ok "what clients send that changes nothing" is 200
-refused "logprobs true where a number belongs" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":true}'
+ok "fields that clients send and that change nothing" is 200
+refused "logprobs true instead of a number" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":true}'
 refused "logprobs 6" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":6}'
 refused "logprobs 1.5" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":1.5}'
 refused "logprobs -1" 400 '"param":"logprobs"' /v1/completions '{"prompt":"a","logprobs":-1}'
-refused "logprobs 1 where true belongs" 400 "true or false" $chat "{$user,\"logprobs\":1}"
+refused "logprobs 1 instead of true" 400 "true or false" $chat "{$user,\"logprobs\":1}"
 refused "ids out of range" 400 "prompt[1]" /v1/completions '{"prompt":[2,4096]}'
 refused "two prompts" 400 "several" /v1/completions '{"prompt":["a","b"]}'
 refused "no tokens" 400 "tokens" /detokenize "{}"
@@ -500,7 +500,7 @@ done
 ok "a broken byte anywhere is a 4xx or text" [ "$bad" -eq 0 ]
 ok "no body made a 5xx" [ "$(metric 'http_responses_total{class="5xx"}')" = 0 ]
 
-# ---- several at once: the same answers as alone--------------------------------------------------
+# ---- several at once: the same answers as alone --------------------------------------------------
 prompt() { # prompt K: a request body; the fifth has a long prompt
     [ "$1" -ne 5 ] || long=$(yes "The fox ran over the hill and saw a bird." | head -n 120 | tr '\n' ' ')
     [ "$1" -eq 5 ] || long=
@@ -577,7 +577,7 @@ fi
 # shellcheck disable=SC2086  # several numbers
 kill $loris 2>/dev/null
 
-# ---- clients that disconnect----------------------------------------------------------------
+# ---- clients that disconnect ----------------------------------------------------------------
 curl -sS -N -m 600 -o "$tmp/left" --data-binary "$endless,\"stream\":true}" "$url$chat" &
 first=$!
 curl -sS -N -m 600 -o "$tmp/left" --data-binary "$endless}" "$url$chat" &
@@ -597,8 +597,7 @@ if [ "${LONG:-0}" != 0 ]; then
     ok "memory stays flat over 1,000 requests" [ $((after - before)) -le $((before / 100)) ]
 fi
 
-# ---- sparse prompts, whose chunks must not be smaller: only some layers run between two tokens of others
-# ---------------------
+# ---- sparse prompts: chunks must not be smaller, so only some layers run between two tokens of others ----------
 serve layers -np 2 -c 4096 --chunk 512 --pflash 0.5 --pflash-from 0
 ask $chat "$(prompt 5 ',"stream":true,"return_progress":true,"cache_prompt":false')" -N
 text content out >"$tmp/alone"
@@ -657,8 +656,7 @@ ok "another one waits too" until_metric requests_waiting 3
 wait $waits $modest
 ok "another one is next" [ "$(head -n 3 "$tmp/order" | grep -c modest)" -eq 1 ]
 
-# ---- an agent: each turn has the result of a call, or a question; LONG=1: 50 turns after a long system prompt
-# ------------
+# ---- an agent: each turn has the result of a call, or a question; LONG=1: 50 turns after a long prompt ----------
 turns=8 intro=20
 [ "${LONG:-0}" = 0 ] || turns=50 intro=1750
 serve agent -np 2 -c 20480 --chunk 64
@@ -771,7 +769,7 @@ ask_plain "$fox $(words 'It rained.' 300)"
 ok "the shorter one comes back" [ "$cached" -gt 100 ]
 kill -TERM "$pid"
 wait "$pid"
-ok "the log says that the longer one has no room" grep -q 'cannot write: the session exceeds --session-disk' "$tmp/small.log"
+ok "the log says that there is no room for the longer one" grep -q 'cannot write: the session exceeds --session-disk' "$tmp/small.log"
 serve small --session-dir "$tmp/disk" -c 2048 --session-disk 2
 ask_plain "$fox"
 ok "the shorter one is in a file still" [ "$cached" -gt 100 ]
@@ -866,7 +864,7 @@ kill -TERM "$pid"
 wait "$pid"
 
 run serve "$model" --port 0 --session-dir /dev/null
-ok "a folder that is none is an error" grep -q -e '^gemma4: error: --session-dir: ' "$tmp/err"
+ok "a path that is not a folder is an error" grep -q -e '^gemma4: error: --session-dir: ' "$tmp/err"
 (
     ulimit -f 200                                                     # in blocks of 512 bytes or more; simulates a full disk
     exec "$gemma4" serve "$model" --port 0 -t 2 --session-dir "$tmp/full" >/dev/null 2>"$tmp/full.log" </dev/null
@@ -936,7 +934,7 @@ if [ -n "$url" ]; then
     get /health
     ok "a loopback address of the user's choice may be named" is 200
     get /health -H "Host: 127.0.0.2.example.com"
-    ok "and no other that begins so" is 403
+    ok "and no other with the same prefix" is 403
     kill -TERM "$pid"
     wait "$pid"
 fi
@@ -947,9 +945,9 @@ serve small --parallel 1 --chunk 64 --queue 1 --timeout 600 --alias "a fox" --ap
 get /health
 ok "health needs no key" is 200
 get /v1/models -H "x-api-key: secret"
-ok "the model's name is another" has out '"id":"a fox"'
+ok "the model has another name" has out '"id":"a fox"'
 refused "no key" 401 "key" $chat "{$user}"
-refused "no key, no such path" 401 "key" /nowhere "{}"
+refused "no key, an unknown path" 401 "key" /nowhere "{}"
 get /
 ok "the page needs no key" is 200
 ask /tokenize '{"content":"a"}' -H "Authorization: Bearer secret"

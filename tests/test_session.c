@@ -94,7 +94,7 @@ static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool 
     const char *file = in_tmp("there"), *again = in_tmp("again");
     Model *a = open_model(path, o), *b = open_model(path, (o.n_ctx = n_ctx, o));
     Session s = hold(a, 0, snapshot ? n / 2 : n), r;
-    if (snapshot) {                                      // ring by ring; the same as all at once
+    if (snapshot) {                                    // ring by ring; the same as all at once
         const size_t bytes = copy_rings(a, 0, NULL, COPY_OUT);
         uint8_t *rings = must(malloc(bytes + 1));
         int pieces = 0;

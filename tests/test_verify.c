@@ -283,8 +283,7 @@ static void with_others(const Model *m, Session *s, const char *name, int n) {
     for (int k = 0; k < 3; k++) compare(&together[k], &alone[k], name, choosing[k].name, "with others", k + 1);
 }
 
-// ---- sampled tokens, by chi-square
-// -----------------------------------------------------------------------------------
+// ---- sampled tokens, by chi-square ----------------------------------------------------------------------------------
 
 // Tokens that may be sampled after a prompt, the most probable first, and how often: as first token, and after each of
 // them as second.
