@@ -241,9 +241,9 @@ static void test_faults(const char *model) {
         const char *fault = unused[i].fault, *says = unused[i].says;
         CHECK(gemma4(VISIBLE, NULL, fault, run) == 0, "fault %s: the CPU does not run: %s", fault, err);
         const char *said = strstr(err, says);
-        CHECK(said && !strstr(said + !!*says, "# cuda: ") && strstr(err, "# backend: cpu (no GPU that this build can use)"),
+        CHECK(said && !strstr(said + !!*says, "# cuda: ") && strstr(err, "# backend: cpu (no GPU usable by this build)"),
               "fault %s: expected '%s' once in: %s", fault, says, err);
-        CHECK(gemma4(VISIBLE, NULL, fault, as_card) == 1 && strstr(err, "--card: rtx3090: there is no GPU to run on"),
+        CHECK(gemma4(VISIBLE, NULL, fault, as_card) == 1 && strstr(err, "--card: rtx3090: no GPU found"),
               "fault %s: --card: %s", fault, err);
         CHECK(gemma4(VISIBLE, NULL, fault, "plan " MINI " --card rtx3090") == 0 && !strcmp(err, says) &&
               strstr(out, "rtx3090 (pretended)"), "fault %s: plan --card: %s", fault, err);
