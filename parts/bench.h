@@ -417,7 +417,8 @@ static void print_bench_end(const Bench *b, Format format) {
         printf("\nMemory: %.3f GiB planned, %.3f GiB resident, which includes the mapped pages of the model file.\n",
                planned / gib, (double)resident_memory() / gib);
         if (device > 0) printf("Device: %.3f GiB used, %.1f %% of the plan.\n", device / gib, 100 * device / planned);
-        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows that a token reads, once; file and caches are "
+        printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows that a token reads, once; file and "
+               "caches are "
                "warm.\n", b->bandwidth * 1e-9);
     }
     flush_output();

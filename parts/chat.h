@@ -158,7 +158,8 @@ static bool answer(Chat *c) {
     if (ok && lossy && render(c, c->n_skipped, n, false, &part) == 0) p.checkpoint_at = same_ids(&part, &ids);
     if (ok && lossy) ok = compress_last(c, n, &ids, &p.checkpoint_at);
     if (ok && ids.n > n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids))) {
-        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, but the context only %zu; try -c %zu%s",
+        snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, but the context only %zu; try "
+                                        "-c %zu%s",
                  ids.n, n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
         ok = false;
     }

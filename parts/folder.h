@@ -591,7 +591,8 @@ static char *hf_read_config(const char *folder, HfConfig *c) {
     c->dflash = gguf_json_get(&c->root, "architectures", &names) && names.type == GGUF_J_ARRAY &&
                 gguf_json_next(&names, NULL, &first) && gguf_json_is(&first, "DFlashDraftModel");
     if (!c->assistant && !c->dflash && strncmp(type.s, "\"gemma4", 7))
-        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other draft models "
+        die("%s: 'model_type': expected a Gemma 4 model, its assistant or a DFlashDraftModel, got %s; other draft "
+            "models "
             "are read from GGUF files", c->path, shown((GgufStr){ type.s, type.n }));
     c->arch = c->dflash ? "dflash" : c->assistant ? "gemma4-assistant" : "gemma4";
     return text;

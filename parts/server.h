@@ -8,7 +8,7 @@
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Each
  *          connection has a thread of libmicrohttpd, which reads the request, tokenizes it, queues a job, and waits
- *          for what the engine adds to that job. Another thread writes files of sessions (store.h, which has its own lock).
+ *          for what the engine adds to that job. Another thread writes files of sessions (store.h, with its own lock).
  *          Server.lock guards the queue, the counters, the peers, the remembered calls, Slot.job if others than the
  *          engine read it, and the answer and the ids of every queued job.
  * TRUST    Every byte of a request is untrusted: it is checked before use, and an error in it is answered by a 4xx. */

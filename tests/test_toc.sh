@@ -1,6 +1,6 @@
 #!/bin/sh
 # The table of contents at the head of a long source lists the section banners below it, in order; no engine source
-# reads the environment; and the top of the tree has no unexpected files. Entries are "[n]  Title", one or
+# reads the environment or has lines over 120 columns; and the top of the tree has no unexpected files. Entries are "[n]  Title", one or
 # two on a line; banners are "// ==== [n] Title ====".
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
@@ -42,17 +42,20 @@ compare() {
     }' "$1"
 }
 
-for file in gemma4.c parts/*.h gemma4_kernels.cu tests/make_gguf.c; do
+for file in gemma4.c parts/*.h parts/*.cuh gemma4_kernels.cu tests/make_gguf.c; do
     [ "$file" = gemma4.c ] || [ -f "$file" ] || continue
     differences=$(compare "$file" 2>&1)
     [ -z "$differences" ]
     check $? "$differences"
 done
-for file in gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts/*.h; do
+for file in gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts/*.h parts/*.cuh; do
     [ "$file" != gemma4_kernels.cu ] || [ -f "$file" ] || continue
     uses=$(grep -nE '\b(secure_)?getenv *\(' "$file" 2>&1)
     [ -z "$uses" ]
     check $? "$file: reads the environment: $uses"
+    long=$(awk 'length($0) > 120 { printf " %d", FNR }' "$file")
+    [ -z "$long" ]
+    check $? "$file: lines of more than 120 bytes:$long"
 done
 # The files at the top of the tree, in a git checkout: a mistyped redirection can create one that is then committed.
 top=" Makefile gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts web run.sh models tools tests docs README.md LICENSE \
