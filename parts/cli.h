@@ -7,11 +7,11 @@
 
 // ==== [1] Verbs and flags ===========================================================================================
 
-// gemma4 MODEL [flags] generates; gemma4 VERB MODEL [flags] does something else. One table describes every flag: its
-// spelling, what it takes, where the value goes, and the line that --help prints.
+// gemma4 MODEL [flags] generates text; gemma4 VERB MODEL [flags] does something else. One table describes every flag:
+// its names, its value, the field that stores the value, and the text that --help prints.
 
 #define VERSION "0.1"
-#define PFLASH_ALPHA 0.1                // --pflash without a number: docs/quality.md
+#define PFLASH_ALPHA 0.1                // value of --pflash without a number: docs/quality.md
 #define PFLASH_ALPHA_TEXT "0.1"
 #define KV_TYPES "f16|f32|bf16|q8_0|q4_0|tq4|tq3"
 
@@ -48,14 +48,14 @@ typedef struct {
     bool log_text, help, version;
 } Flags;
 
-// A list: the flag may come again. Maybe: a number may follow, else PFLASH_ALPHA counts
+// LIST: the flag may be repeated. MAYBE: a number may follow the flag; without one the value is PFLASH_ALPHA.
 typedef enum { FLAG_TEXT, FLAG_LIST, FLAG_CHOICE, FLAG_INT, FLAG_REAL, FLAG_MAYBE, FLAG_ON } FlagKind;
 
 typedef struct {
-    const char *name, *alias, *value;            // alias: other names, with spaces between; value of a CHOICE: all
-                                                 // there are
+    const char *name, *alias, *value;            // alias: other names, separated by spaces; value: of a CHOICE all
+                                                 // allowed words, else a word for --help
     FlagKind    kind;
-    int         verbs;        // those that take it
+    int         verbs;        // the verbs that take the flag
     size_t      field;        // offset into Flags
     double      min, max;
     const char *help;
@@ -279,7 +279,7 @@ static const Flag flags[] = {
 
 // ==== [2] Help ======================================================================================================
 
-static const struct { const char *first, *title; } groups[] = {   // of flags, in their order, each with its first one
+static const struct { const char *first, *title; } groups[] = {   // headings of --help; first: a group's first flag
     { "-m", "model" }, { "-p", "prompt" }, { "-n", "sampling" }, { "--grammar", "structured output" },
     { "-md", "speculative decoding" }, { "-c", "context and KV cache" },
     { "--pflash", "sparse attention and prompt compression (lossy)" }, { "--against", "device" },
@@ -288,7 +288,7 @@ static const struct { const char *first, *title; } groups[] = {   // of flags, i
     { "--host", "serve" }, { "-h", "help" }
 };
 
-// Flags of llama.cpp whose job needs no flag here.
+// Flags of llama.cpp that this program does not have, and what the error message says about them.
 static const struct { const char *names, *why; } needless[] = {
     { "-ngl --gpu-layers --n-gpu-layers -nkvo --no-kv-offload -sm --split-mode -mg --main-gpu -ts --tensor-split",
       "the whole model and its KV cache are on the GPU, if there is one; --vram G limits the memory they use, "
@@ -305,7 +305,8 @@ static const struct { const char *names, *why; } needless[] = {
       "stdout carries the answer only, stderr the rest; 2>/dev/null hides it" },
 };
 
-static bool is_listed(const char *names, const char *arg) {          // names with spaces or bars between
+// True if arg is one of the names, which are separated by spaces or bars.
+static bool is_listed(const char *names, const char *arg) {
     const size_t n = strlen(arg);
     for (const char *at = names; at && *at; at += strspn(at, " |")) {
         const size_t len = strcspn(at, " |");
@@ -374,7 +375,7 @@ static Verb verb_named(const char *name) {
     return 0;
 }
 
-// A flag that the verb does not take would do nothing: say to whom it belongs.
+// Dies because the verb does not take this flag. The message names the verbs that take it.
 static void refuse_flag(const Flag *flag, Verb verb) {
     char owners[90] = "";
     const char *own = "generate";
@@ -388,7 +389,8 @@ static void refuse_flag(const Flag *flag, Verb verb) {
         generates && *owners ? ", " : "", owners);
 }
 
-// The flag of this name that the verb takes, else the first one: refuse_flag says whose it is. NULL: there is none.
+// Returns the flag of this name that the verb takes. If the verb takes none, returns the first flag of this name, which
+// refuse_flag() then refuses. Returns NULL if no flag has this name.
 static const Flag *find_flag(const char *arg, Verb verb) {
     const Flag *flag = NULL;
     for (size_t k = 0; k < sizeof flags / sizeof *flags; k++)
@@ -402,8 +404,9 @@ static bool is_number(const char *word) {
     return end != word && !*end;
 }
 
-// Where the verb stands, the first word that is neither a flag nor a flag's value; 0: that word is no verb. Of flags
-// that share a name all take a value, or none does.
+// Returns the index in argv of the verb: the first word that is neither a flag nor the value of a flag. Returns 0 if
+// that word is not a verb. The verb is not known here, so flags with the same name must either all take a value or all
+// take none.
 static int find_verb(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const Flag *flag = find_flag(argv[i], 0);
@@ -413,6 +416,7 @@ static int find_verb(int argc, char **argv) {
     return 0;
 }
 
+// True if the word does not look like a path and no file has this name.
 static bool is_no_file(const char *word) { return !strpbrk(word, "./") && access(word, F_OK); }
 
 __attribute__((noreturn)) static void die_no_verb(const char *word) {
@@ -422,7 +426,7 @@ __attribute__((noreturn)) static void die_no_verb(const char *word) {
     die("unknown command or missing file '%s'; commands: %s", word, names);
 }
 
-// A word behind the model that nothing takes.
+// Dies because a second word follows the model and the verb does not take one.
 __attribute__((noreturn)) static void refuse_word(const char *model, const char *word) {
     if (is_no_file(model)) die_no_verb(model);
     if (verb_named(word)) die("%s: expected the command before the model; try gemma4 %s %s", word, word, model);
@@ -431,7 +435,7 @@ __attribute__((noreturn)) static void refuse_word(const char *model, const char 
 
 static void parse_flags(Flags *f, int argc, char **argv) {
     bool given[sizeof flags / sizeof *flags] = { false };
-    const char *word = NULL;                           // the model, as long as no -m says otherwise
+    const char *word = NULL;                           // the model file, if it was given without -m
     const int verb_at = find_verb(argc, argv);
     f->verb = verb_at ? verb_named(argv[verb_at]) : GENERATE;
     for (int i = 1; i < argc; i++) {
@@ -488,6 +492,7 @@ static void parse_flags(Flags *f, int argc, char **argv) {
     if (word && f->model != word) refuse_word(f->model, word);
 }
 
+// Parses integers separated by commas. If text is NULL, the list has one number, `otherwise`.
 static IntList parse_list(const char *flag, const char *text, int otherwise) {
     IntList list = { .n = { otherwise }, .count = 1 };
     for (const char *at = text; at; at++) {
@@ -505,7 +510,8 @@ static IntList parse_list(const char *flag, const char *text, int otherwise) {
     return list;
 }
 
-// --spec-force: shares by depth, of as many guesses as --draft-max says, else as there are shares.
+// Parses --spec-force: the acceptance rate of each draft depth. --draft-max sets the number of depths; without it there
+// is one depth per rate. Depths beyond the last rate use the last rate.
 static Forced parse_forced(const Flags *f) {
     Forced forced = { .depth = 0 };
     int n = 0;
@@ -513,10 +519,10 @@ static Forced parse_forced(const Flags *f) {
     if (!f->drafter) die("--spec-force: expected a draft model; try -md FILE");
     for (const char *at = f->force; ; at++) {
         char *end;
-        const float share = strtof(at, &end);
-        if (end == at || !(share >= 0 && share <= 1) || n == DRAFT_MAX || (*end && *end != ','))
+        const float rate = strtof(at, &end);
+        if (end == at || !(rate >= 0 && rate <= 1) || n == DRAFT_MAX || (*end && *end != ','))
             die("--spec-force: expected numbers from 0 to 1, separated by commas, got '%s'", f->force);
-        forced.accept_rate[n++] = share;
+        forced.accept_rate[n++] = rate;
         if (!*end) break;
         at = end;
     }
@@ -525,7 +531,7 @@ static Forced parse_forced(const Flags *f) {
     return forced;
 }
 
-// The number of a choice among names, which has it; without one `otherwise`.
+// Returns the index of the choice in names, which must contain it. If choice is NULL, returns `otherwise`.
 static int number_of(const char *choice, const char *const *names, int otherwise) {
     int n = 0;
     if (!choice) return otherwise;
@@ -535,7 +541,7 @@ static int number_of(const char *choice, const char *const *names, int otherwise
 
 static bool is_choice(const char *choice, const char *name) { return choice && !strcmp(choice, name); }
 
-// A sampling number: the command line's, else the file's, else Gemma's.
+// Returns a sampling parameter: the command line's value, else the file's, else `otherwise`, which is Gemma's default.
 static double sampling_value(Gguf *g, double given, const char *key, double max, double otherwise) {
     const GgufKv *kv = gguf_find_kv(g, key);
     if (!isnan(given) || !kv) return isnan(given) ? otherwise : given;
@@ -548,7 +554,8 @@ static double sampling_value(Gguf *g, double given, const char *key, double max,
     return v;
 }
 
-// Biases "ID+VALUE", "ID-VALUE", several with commas between, as (vocab); those of one id add up.
+// Parses biases "ID+VALUE" and "ID-VALUE", separated by commas. Returns one bias per token (vocab). If an id occurs
+// more than once, its biases are added.
 static float *parse_biases(const TextList *list, int vocab) {
     float *bias = alloc_or_die(vocab, sizeof *bias);
     for (int i = 0; i < list->n; i++)
@@ -568,7 +575,7 @@ static float *parse_biases(const TextList *list, int vocab) {
     return bias;
 }
 
-// The steps of sampling that change something, in their order.
+// Prints the sampling steps that are switched on, in the order in which they run.
 static void print_sampling(const Model *m, const SampleParams *p) {
     fprintf(stderr, "# sampling: ");
     if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed, ", m->n_suppressed);
@@ -587,8 +594,9 @@ static void print_sampling(const Model *m, const SampleParams *p) {
     fprintf(stderr, "then sample, seed %" PRIu64 "\n", p->seed);
 }
 
-// The prompt: the text of -p, of -f, or both with an empty line between; else standard input, unless that is a
-// terminal. The caller frees it. NULL: there is none.
+// Reads the prompt: the text of -p, the file of -f, or both separated by an empty line. If neither flag is given, reads
+// standard input, unless it is a terminal or a chat reads its messages from it. Returns NULL if there is no prompt. The
+// caller frees the text.
 static char *read_prompt(const Flags *f, size_t *n) {
     const bool typed = isatty(0);
     const char *path = f->prompt_file;
@@ -619,7 +627,7 @@ __attribute__((noreturn)) static void die_without_prompt(const Flags *f) {
         f->verb == TOKENIZE ? "tokenize " : "", f->verb == TOKENIZE ? "" : ", or -i for a chat");
 }
 
-// Name a template in the file that is not the one we render.
+// Prints which chat template the file has, if it is not the one that we render.
 static void print_template(const Tokenizer *t) {
     static const char *const names[] = { [TOK_TEMPLATE_SPRING] = "Google's of spring 2026",
         [TOK_TEMPLATE_LAUNCH] = "Google's of the release", [TOK_TEMPLATE_OTHER] = "not one of Google's" };
@@ -630,7 +638,7 @@ static void print_template(const Tokenizer *t) {
 
 // ==== [4] Generating ================================================================================================
 
-// Dies where a session could not be written: that is better known before the answer than behind it.
+// Dies if the session file cannot be written, so that the user learns it before the answer and not after it.
 static void check_session_path(const char *path) {
     struct stat st;
     const char *slash = strrchr(path, '/');
@@ -644,8 +652,7 @@ static void check_session_path(const char *path) {
     free(folder);
 }
 
-// Dies where flags contradict each other.
-// The plain loop generates and nothing else: refuses what it would have to ignore.
+// --greedy runs the plain loop of gemma4.c, which only generates. Dies if another flag asks for more.
 static void check_greedy_flags(const Flags *f, bool chatting) {
     const struct { bool given; const char *name; } others[] = {
         { chatting, "a chat" }, { f->temperature > 0, "--temp" },
@@ -659,6 +666,7 @@ static void check_greedy_flags(const Flags *f, bool chatting) {
         if (others[i].given) die("--greedy cannot be used with %s; try --temp 0", others[i].name);
 }
 
+// Dies if flags contradict each other.
 static void check_generate_flags(const Flags *f, bool chatting) {
     check_greedy_flags(f, chatting);
     if (f->compress && (f->session || f->shift || f->dump))
@@ -691,8 +699,9 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
     };
 }
 
-// The ids of a --raw prompt, behind what the session holds, else behind <bos>. Where they are too many for the context
-// its oldest tokens go, if that is wanted, as while generating: shift_context().
+// Makes the ids of a --raw prompt: the tokens of the session, or <bos> if it has none, and then those of the text. If
+// they exceed the context and --context-shift is given, drops the session's oldest tokens, as shift_context() does
+// during generation.
 static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
     const Model *m = session_model(c->s);
     Tokenizer *t = session_tokenizer(c->s);
@@ -709,7 +718,7 @@ static void raw_prompt(Chat *c, const char *text, size_t n, TokIds *ids) {
     fprintf(stderr, "# context full: %zu tokens dropped; kept the first 1 and the newest %zu\n", held - half - 1, half);
 }
 
-// The one answer of a run without a chat. Dies where it cannot be had; from: the flag that the prompt came with.
+// Prints the one answer of a run that is not a chat. Dies if it fails. from: where the prompt came from, for the error
 static void answer_once(Chat *c, const TokIds *raw, const char *from) {
     Session *s = c->s;
     const size_t n = count_messages(&c->messages, NULL);
@@ -723,7 +732,7 @@ static void answer_once(Chat *c, const TokIds *raw, const char *from) {
     if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
     if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show)))
         die("%s: %s", from, session_error(s));
-    if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer came
+    if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer
     print_turn(session_turn(s));
     if (session_turn(s)->end == END_CONTEXT)
         fprintf(stderr, "# the context of %d tokens is full; try a larger -c, or --context-shift\n",
@@ -731,7 +740,7 @@ static void answer_once(Chat *c, const TokIds *raw, const char *from) {
     if (c->session && !keep_session(c)) die("%s", c->err);
 }
 
-// What the plan needs to know of a drafter, if there is one.
+// Tells the plan about the draft model, if there is one. width: candidates per draft token
 static void plan_drafting(const Flags *f, ModelOptions *o, int width) {
     if (!f->drafter) return;
     o->drafter = f->drafter;
@@ -740,7 +749,7 @@ static void plan_drafting(const Flags *f, ModelOptions *o, int width) {
     o->lazy_draft = f->lazy_draft;
 }
 
-// --spec and what belongs to it, and what the plan needs to know of it.
+// Reads --spec and the flags that belong to it. Tells the plan what drafting needs.
 static Drafting drafting_of(const Flags *f, const Ops *ops, ModelOptions *o) {
     Drafting d = { .kind = (SpecKind)number_of(f->spec, spec_names, f->drafter ? SPEC_AUTO : SPEC_OFF),
                    .tree = (int)f->tree, .p_min = (float)f->draft_min_p };
@@ -755,7 +764,7 @@ static Drafting drafting_of(const Flags *f, const Ops *ops, ModelOptions *o) {
     return d;
 }
 
-// The drafter that was asked for is the one in the file.
+// Dies if --spec asks for another kind of draft model than the file has.
 static void check_drafting(const Model *m, const Drafting *d) {
     if ((d->kind == SPEC_MTP || d->kind == SPEC_DFLASH) && drafter_of(m) != d->kind)
         die("--spec %s: %s: expected a draft model of this kind, got one for --spec %s", spec_names[d->kind],
@@ -763,8 +772,8 @@ static void check_drafting(const Model *m, const Drafting *d) {
             spec_names[drafter_of(m)]);
 }
 
-// What the answers have to fit, as --grammar, --json-schema and --tool-choice say; NULL: nothing. It lives as long as
-// the program.
+// Makes the grammar that constrains the answers, from --grammar, --json-schema or --tool-choice. Returns NULL if none
+// of them is given, else a pointer to a static variable.
 static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
     const struct { const char *name, *text; bool is_file, is_schema; } from[] = {
         { "--grammar", f->grammar, false, false }, { "--grammar-file", f->grammar_file, true, false },
@@ -799,7 +808,7 @@ static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
     return &g;
 }
 
-// The one answer of --greedy; at the end the hash of the last logits.
+// Generates the one answer of --greedy, then prints a hash of the last logits, by which two runs can be compared.
 static void answer_greedy(Model *m, Tokenizer *t, const TokIds *ids, int n_predict) {
     const size_t vocab = (size_t)m->config.vocab;
     float *logits = alloc_or_die(vocab, sizeof *logits);
@@ -839,9 +848,9 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
                                  .shift = f->shift, .grammar = read_grammar(f, &tok, c.tools), .may_think = f->think };
     c.options.sampling = sampling_params(f, &m->gguf);
-    if (f->greedy) c.options.sampling.temperature = 0;     // as print_sampling() shows it
+    if (f->greedy) c.options.sampling.temperature = 0;     // so that print_sampling() says greedy
     c.options.drafting = drafting;
-    if (chatting) measure_pace(m, &tok, &drafting);    // else it takes longer than it brings
+    if (chatting) measure_pace(m, &tok, &drafting);    // one answer is too short to repay this
     c.s = session_open(m, &tok, 0);
     if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
     if (f->raw) {
@@ -858,7 +867,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
         }
     }
     const int n_ctx = model_options(m)->n_ctx;
-    if (ids.n > (size_t)n_ctx && !f->compress)         // in a chat, what the flags bring
+    if (ids.n > (size_t)n_ctx && !f->compress)         // in a chat: the system prompt and old messages
         die("%s: the prompt has %zu tokens, but the context only %d; try -c %zu", from, ids.n, n_ctx, ids.n + 512);
 
     if (o.bias) {
@@ -869,7 +878,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     print_plan(m);
     if (!f->raw) print_template(&tok);
     print_sampling(m, &c.options.sampling);
-    read_weights(m, f->check_tensors);                 // Ctrl-C still ends the process at once
+    read_weights(m, f->check_tensors);                 // before stop_on(): Ctrl-C ends the process at once
     stop_on(SIGINT);
     int status = 0;
     if (f->greedy) {
@@ -892,7 +901,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
 
 // ==== [5] Other verbs ===============================================================================================
 
-// The first line of a file, without its end; freed by the caller.
+// Returns the first line of a file without its line break. The caller frees it.
 static char *read_key(const char *path) {
     size_t n;
     char *text = read_file(path, &n, "--api-key-file");
@@ -903,7 +912,7 @@ static char *read_key(const char *path) {
     return key;
 }
 
-static const char *const format_names[] = { "md", "csv", "json", "jsonl" };            // of Format
+static const char *const format_names[] = { "md", "csv", "json", "jsonl" };      // indexed by Format
 
 static int run_ppl(const Flags *f, const Ops *ops, ModelOptions o) {
     PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride,
@@ -952,8 +961,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     o.host_memory = s.cache_ram;
     s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;
-    o.interleave = o.n_seqs > 1;                          // nobody waits for the next token longer than for a layer of
-                                                          // a prompt
+    o.interleave = o.n_seqs > 1;                          // a decode step waits for at most one layer of a prompt
     if (o.interleave) o.n_batch = SMALL_BATCH;
     if (f->chunk) o.n_batch = max_int((int)f->chunk, STEP_ROWS);
     Model *m = model_open(f->model, ops, o, NULL);
@@ -970,7 +978,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     model_close(m);
 }
 
-// Verbs that need neither a backend nor a plan. -> whether it was one of them
+// Runs a verb that needs neither a backend nor a plan. Returns false if the verb needs them.
 static bool run_file_verb(const Flags *f) {
     if (f->verb == TOKENIZE) {
         size_t n;
@@ -992,7 +1000,7 @@ static bool run_file_verb(const Flags *f) {
 static ModelOptions plan_options(const Flags *f) {
     ModelOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f->memory * (1 << 30)) };
     if (f->scorer && !f->compress) die("--scorer needs --compress; try --compress 0.2");
-    if (f->scorer && access(f->scorer, R_OK)) die("--scorer: %s: %s", f->scorer, strerror(errno));    // opened later
+    if (f->scorer && access(f->scorer, R_OK)) die("--scorer: %s: %s", f->scorer, strerror(errno));    // loaded later
     o.can_score = f->compress && !f->scorer;
     o.n_ctx = f->n_ctx < 0 ? 0 : f->n_ctx > 0 ? (int)f->n_ctx : CTX_FIT;
     o.k_type = (KvType)number_of(f->k_type, kv_names, f->verb == LOGITS || f->verb == CHECK ? KV_F32 : KV_F16);
@@ -1023,7 +1031,8 @@ static void run_logits(const Flags *f, const Ops *ops, ModelOptions o) {
     verb_logits(f->model, ops, o, f->ids, f->out, f->dump, f->check_tensors);
 }
 
-// The GPU where there is one that this program can use, as the card that is asked for; else the CPU.
+// Returns the operations of the GPU if this program can use one, else those of the CPU. --card NAME: the GPU is treated
+// as that card.
 static const Ops *choose_ops(const Flags *f) {
     const Card *card = f->card ? find_card(f->card) : NULL;
     const Ops *ops = NULL;
@@ -1038,7 +1047,7 @@ static const Ops *choose_ops(const Flags *f) {
     return ops ? ops : cpu_ops();
 }
 
-// What the words of the command line ask for -> exit status.
+// Does what the command line asks for. Returns the exit status.
 static int command_line(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
