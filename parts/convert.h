@@ -12,7 +12,7 @@
 // per-layer embeddings. All other tensors are copied. A recipe of a float type uses this type for all matrices. In the
 // other recipes the first line that matches decides:
 //   the head: output, or without it token_embd and per_layer_token_embd    Q6_K; Q8_0 in q8_0 files, and if a row is
-//                                                                          no whole number of the base type's blocks
+//                                                                          not a multiple of the base type's blocks
 //   attn_k and attn_v of models with exactly 8 experts                     Q8_0
 //   attn_output of such models                                             Q5_K if the base type is Q4_K
 //   attn_v, ffn_down and ffn_down_exps                                     the better type in some layers: is_better()
@@ -21,7 +21,7 @@
 // blocks of 32 and at least as many bits; if it is not a whole number of these either, F16. 26B-A4B needs this: its
 // ffn_down has 2112 columns, its experts have 704.
 
-typedef enum { NONE_BETTER, MORE_BITS, FIRST_BETTER } Better;       // layers whose attn_v and ffn_down get it
+typedef enum { NONE_BETTER, MORE_BITS, FIRST_BETTER } Better;       // layers in which attn_v and ffn_down get it
 
 typedef struct {
     const char *name;
@@ -59,7 +59,7 @@ static int layer_of(GgufStr name) {                     // -1: it is outside the
     return layer;
 }
 
-// Whether tensor i of n gets the better type. MORE_BITS: the first and the last eighth, and every third of the others.
+// True if tensor i of n gets the better type. MORE_BITS: the first and the last eighth, and every third of the others.
 // FIRST_BETTER: the first n_first.
 static bool is_better(const Recipe *r, int i, int n, int n_first) {
     if (r->which == MORE_BITS) return i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
@@ -97,7 +97,7 @@ static int mixture_type(Mixture *m, const GgufTensor *t) {
     return divides(t, type) ? type : GGUF_F16;
 }
 
-// The order of llama-quantize: tensors outside the layers first, then layer by layer; within these by name.
+// Sorts as llama-quantize does: tensors outside the layers first, then layer by layer; within these by name.
 static int tensor_order(const void *a, const void *b) {
     const GgufTensor *x = *(const GgufTensor *const *)a, *y = *(const GgufTensor *const *)b;
     const int by_layer = layer_of(x->name) - layer_of(y->name);

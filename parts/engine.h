@@ -25,20 +25,20 @@ typedef struct Model Model;
 
 static const char *const kv_names[] = { "f32", "f16", "bf16", "q8_0", "q4_0", "tq4", "tq3" };       // of KvType
 
-enum { CTX_FIT = -1 };        // n_ctx: as many tokens as memory has room for, at most those the model was trained for
-// n_batch: a backend that keeps weights itself may convert them for each large step, so steps are as large as a 16th of
-// the memory has room for, from SMALL_BATCH up to LARGE_BATCH rows.
+enum { CTX_FIT = -1 };        // n_ctx: as many tokens as fit in memory, at most the trained length
+// BATCH_FIT: as many rows as a 16th of the memory has room for, from SMALL_BATCH to LARGE_BATCH. Large steps are
+// faster, because a backend that keeps weights itself may convert them once for each step.
 enum { BATCH_FIT = 0, SMALL_BATCH = 512, LARGE_BATCH = 4096 };
 
 typedef struct {
-    int    n_ctx;             // tokens a session can hold; 0: as many as it was trained for, 8192 at most; CTX_FIT
+    int    n_ctx;             // tokens a session can hold; 0: the trained length, at most 8192; CTX_FIT
     int    n_seqs;            // sessions
     int    n_batch;           // most rows of a step, >= STEP_ROWS; BATCH_FIT
     int    n_logits;          // most rows of a step that need logits
     KvType k_type, v_type;    // of global layers
     KvType ring_type;         // of sliding layers; KV_F32: f16, unless k_type is f32
     int    tail;              // newest rows that quantised global layers keep in f16 too; 0: none
-    bool   untied;            // keep K and V apart also where they come from one projection
+    bool   untied;            // store K and V separately even if they come from one projection
     bool   penalties, bias;   // sampling counts tokens; adds a bias to logits
     float  pflash;            // alpha of block_select in prompts of at least pflash_from tokens in all; 0: dense
     float  pflash_density;    // for measurements: the part of the blocks that stays, instead; 0: alpha decides
@@ -98,10 +98,10 @@ enum { DRAFT_MAX = STEP_ROWS - 1,      // tokens drafted for one step
        DRAFT_WIDTH = 8 };              // candidates per depth
 
 typedef struct {              // options
-    SpecKind kind;            // AUTO: drafter, n-grams and grammar, as far as they save time; others: always n_max
+    SpecKind kind;            // AUTO: drafter, n-grams and grammar, if they save time; others: always n_max tokens
     int      n_max;           // tokens drafted for a step, 1 .. DRAFT_MAX
     int      tree;            // tokens of a tree; 0: chains
-    float    p_min;           // a draft whose probability, by the drafter, is lower ends the chain; 0: off
+    float    p_min;           // the chain ends before a draft less probable than this; 0: off
 } Drafting;
 
 typedef struct {              // statistics of an answer
@@ -115,7 +115,7 @@ typedef struct {              // statistics of an answer
 
 API SpecKind drafter_of(const Model *m);               // SPEC_MTP, SPEC_DFLASH; SPEC_OFF: it has no draft model
 
-// Measures once how long steps and drafts take, if `how` adapts to that. No session may be open.
+// Measures how long steps and drafts take, if how->kind is SPEC_AUTO. No session may be open.
 API void measure_pace(Model *m, Tokenizer *t, const Drafting *how);
 
 // ==== [3] Prompts, answers, events ==================================================================================
@@ -124,14 +124,14 @@ typedef struct {
     const int32_t *ids;       // (n), n >= 1
     int            n;
     int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
-    int            checkpoint_at;      // a later prompt is sure to begin with so many of them, so a snapshot is taken
-} Prompt;                              // there; 0: not known
+    int            checkpoint_at;      // later prompts begin with the first checkpoint_at ids, so a snapshot is taken
+} Prompt;                              // after them; 0: not known
 
 typedef struct {              // how to answer
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
     bool         ignore_eos;
     bool         keep_logits; // session_logits() is called after every token: no step is issued ahead
-    TextList     stops;       // stop strings: each ends the answer and is no part of it
+    TextList     stops;       // stop strings: the answer ends before the first one
     Grammar     *grammar;     // the form of the answer; used by this session alone while it answers. NULL: any text
     bool         may_think;   // a thought may come before that form
     int          think_budget;   // tokens of thought, after which it is closed; -1: no limit
@@ -166,16 +166,16 @@ typedef struct {              // statistics of an answer
     uint64_t    hash;                  // of the last logits, if the caller has filled it in
     DraftCount  drafts;
     double      density;               // read_density() of its prompt, if the caller has filled it in
-    int         loop;                  // the text ends in a loop of so many tokens; 0: it does not
-    const char *why;                   // it ended; NULL: it has not
+    int         loop;                  // tokens of the loop that the text ends in; 0: no loop
+    const char *why;                   // why the answer ended; NULL: it has not ended
     EndReason   end;                   // the same; set at the end
     const char *stop;                  // the stop string that ended it, or NULL; set at the end
 } Turn;
 
 // ==== [4] Sessions ==================================================================================================
 // A session holds the tokens of one conversation in a slot of the model's caches. A prompt that begins with these
-// tokens runs only from the first token that differs. Sliding layers keep the last tokens alone, so a session cannot
-// always go back; a prefix snapshot is a copy of what they held at some token, to which it can.
+// tokens runs only from the first token that differs. Sliding layers keep only the last tokens, so a session cannot
+// always go back. It can go back to a prefix snapshot, a copy of what the sliding layers held after some token.
 
 enum { MAX_SNAPSHOTS = 32 };  // of a session
 
@@ -210,12 +210,12 @@ API const char *session_error(const Session *s);                     // why the 
 API bool session_logits(Session *s, float *logits);
 API void session_set_bias(Session *s, const float *bias);            // (vocab) added to logits; NULL: none
 // A prompt's step runs `chunk` tokens at most, and pauses between layers after `work` multiplications, so that other
-// sessions can run; INFINITY: it does not pause. Less needs ModelOptions.interleave.
+// sessions can run; INFINITY: it does not pause. A finite `work` needs ModelOptions.interleave.
 API void session_set_budget(Session *s, int chunk, double work);
-// Keeps at most `max` snapshots; a prompt takes one every so many tokens; 0: at its checkpoint alone.
+// Keeps at most `max` snapshots. A prompt takes one every `every` tokens; 0: only at its checkpoint.
 API void session_set_snapshots(Session *s, int max, int every);
-API void session_snapshot(Session *s);                               // takes one of the tokens that it holds now
-API void session_rollback(Session *s);                               // goes back to the newest one
+API void session_snapshot(Session *s);                               // takes a snapshot of the tokens that it holds now
+API void session_rollback(Session *s);                               // goes back to the newest snapshot
 // Runs n tokens and keeps them, without an answer. n_later: tokens of the same prompt that follow in another call; 0:
 // none, and session_logits() gives those of the last token.
 API void session_append(Session *s, const int32_t *ids, int n, int n_later);
@@ -242,14 +242,14 @@ typedef struct {              // a session's file, without its cache
 API int session_to_fd(Session *s, const SessionNote *note, int fd, const char *what);
 // The same to a file of that name, which stays as it was if that fails.
 API bool session_to_file(Session *s, const SessionNote *note, const char *path, const char *what);
-// Replaces what the session holds by the contents of a file, and fills the note, which the caller frees. False: it
-// cannot, and the session is empty. No answer may be under way. path: the file's name in errors.
+// Replaces what the session holds by the contents of a file, and fills the note, which the caller frees. False: that
+// failed, and the session is empty. No answer may be under way. path: the file's name in errors.
 API bool session_from_fd(Session *s, SessionNote *note, int fd, const char *path, const char *what);
-// The same from a file of that name. 1: it did; 0: there is no such file, and nothing was done; -1: as above.
+// Does the same with a file of that name. 1: done; 0: there is no such file, and nothing was done; -1: as False above.
 API int session_from_file(Session *s, SessionNote *note, const char *path, const char *what);
 API void session_note_free(SessionNote *note);
-// Looks at a file without taking it. 1: session_from_file() can read it, and *peek is filled in, whose ids the caller
-// frees; 0: it is of another model or kind of cache; -1: it is no whole file of a session.
+// Inspects a file without loading it. 1: session_from_file() can read it; *peek is set, and the caller frees its ids.
+// 0: the file belongs to another model or type of cache. -1: it is not a complete session file.
 API int session_peek(Session *s, const char *path, SessionPeek *peek);
 API uint64_t session_key(Session *s);                  // a hash of its tokens, the model and the layout of its cache
 

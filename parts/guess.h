@@ -99,8 +99,8 @@ static void ngrams_add(Ngrams *g, const int32_t *ids, int n, bool shared) {
     }
 }
 
-// Drafts `max` tokens after ids (n), and returns how many; 0: no match of at least min_match tokens. The drafts are
-// what followed the earlier place with the longest match; of equal matches the newest one.
+// Drafts `max` tokens after ids (n), and returns how many; 0: no match of at least min_match tokens. The drafts are the
+// tokens after the longest earlier match. If several matches are equally long, the newest one counts.
 static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int min_match, int max, int32_t *out) {
     int longest = 0, from = 0, tries = NGRAM_TRIES;
     if (n <= NGRAM_MIN) return 0;
@@ -116,7 +116,7 @@ static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int min_ma
         }
     }
     if (longest < min_match) return 0;
-    const int period = n - from;                       // after so many drafts the text ends, and the drafts repeat
+    const int period = n - from;                       // after `period` drafts the text ends, and the drafts repeat
     for (int i = 0; i < max; i++) out[i] = i < period ? ids[from + i] : out[i - period];
     return max;
 }
@@ -155,10 +155,10 @@ static void make_chain(Drafts *d, const int32_t *ids, int n) {
     for (int i = 0; i < n; i++) add_draft(d, ids[i], i, i + 1);
 }
 
-// The most probable tree of at most `max` candidates (DDTree). It begins as the chain of the best token at every depth.
-// Then the branch with the largest product of probabilities along its path is added, one at a time, while the logarithm
-// of that product exceeds min_logprob. Each branch opens two more: the next candidate of its depth, and its first
-// child.
+// Makes the most probable tree of at most `max` candidates (DDTree). It begins as the chain of the best token at every
+// depth. Then the branch with the largest product of probabilities along its path is added, one at a time, while the
+// logarithm of that product exceeds min_logprob. Each branch opens two more: the next candidate of its depth, and its
+// first child.
 static void make_tree(Drafts *d, const Candidates *c, int max, float min_logprob) {
     typedef struct { float logprob; int parent, depth, rank; } Branch;
     Branch open[2 * STEP_ROWS];
@@ -214,8 +214,8 @@ static int depths_seen(const AcceptRates *a) {
     return n;
 }
 
-// Of a chain of n drafts the first `accepted` were accepted. The rate of a depth that was not reached moves towards the
-// rate of the depth before it, so that the depth is tried again some time.
+// The first `accepted` drafts of a chain of n were accepted. The rate of a depth that was not reached moves towards the
+// rate of the depth before it, so that the depth is tried again later.
 static void accept_learn(AcceptRates *a, int n, int accepted) {
     for (int d = 0; d < DRAFT_MAX; d++) {
         if (d < n && d <= accepted) {
@@ -229,7 +229,7 @@ static void accept_learn(AcceptRates *a, int n, int accepted) {
     }
 }
 
-static double expected_tokens(const AcceptRates *a, int n) {           // that a step with n drafts makes
+static double expected_tokens(const AcceptRates *a, int n) {           // tokens that a step with n drafts makes
     double tokens = 1, all_accepted = 1;
     for (int d = 0; d < n; d++) {
         all_accepted *= accept_rate(a, d);
@@ -240,10 +240,10 @@ static double expected_tokens(const AcceptRates *a, int n) {           // that a
 
 // ---- times ----
 
-enum { TIMES_FIRST = 4 };     // the smallest of so many first times counts; the very first is dropped: caches are cold
+enum { TIMES_FIRST = 4 };     // the smallest of a size's first 4 times counts, without the first one: caches are cold
 
-// Linear interpolation between measured sizes. Beyond the last: the mean slope from 1 to the last; if only size 1 is
-// known, the slope is `each` times its seconds.
+// Interpolates linearly between measured sizes. Beyond the last one it uses the mean slope from 1 to the last; if only
+// size 1 is known, the slope is `each` times its seconds.
 static double estimate_seconds(const Times *t, int n, double each) {
     const double *s = t->seconds;
     int low = n, high = n;
@@ -279,8 +279,8 @@ static double step_seconds(const Pace *p, int rows) {
     return estimate_seconds(&p->step, min_int(rows, STEP_ROWS), 0.08);
 }
 
-// Before anything was measured: 1.5 times the drafter's share of bytes, since small matrices are slow. DFlash makes all
-// drafts at once.
+// If no time was measured, returns 1.5 times the drafter's share of the bytes, since small matrices are slow. DFlash
+// makes all drafts at once.
 static double draft_seconds(const Pace *p, SpecKind drafter, int n) {
     const double known = estimate_seconds(&p->draft, n, drafter == SPEC_MTP ? 1 : 0.08);
     return known > 0 ? known : 1.5 * p->draft_share * step_seconds(p, 1) * (drafter == SPEC_MTP ? n : 1);
@@ -296,8 +296,8 @@ static void add_draft_time(Pace *p, SpecKind drafter, int n, double seconds) {
 
 // ---- choosing a depth ----
 
-// The time of a step with n drafts and `rows` rows of other sessions, in units of the same step without drafts; at
-// least 1. drafter: makes the drafts; OFF: they exist already.
+// Returns the time of a step with n drafts and `rows` rows of other sessions, divided by the time of the same step
+// without drafts; at least 1. drafter: makes the drafts; OFF: they exist already.
 static double step_cost(const Pace *p, SpecKind drafter, int n, int rows) {
     const double plain = step_seconds(p, rows + 1);
     const double draft = drafter != SPEC_OFF && n ? draft_seconds(p, drafter, n) : 0;
@@ -308,14 +308,15 @@ static double token_rate(const Pace *p, const AcceptRates *a, SpecKind drafter, 
     return expected_tokens(a, n) / step_cost(p, drafter, n, rows);
 }
 
-// The next depth to compare after n: 1 2 3 4 7 11 15 .. and max. Few depths, so that few kinds of steps are recorded.
+// Returns the next depth to compare after n: 1 2 3 4 7 11 15 .. and max. There are few, so that few kinds of steps are
+// recorded.
 static int next_depth(int n, int max) {
     if (n == max) return max + 1;
     return min_int(n < 4 ? n + 1 : n == 4 ? 7 : n + 4, max);
 }
 
-// The depth from 1 to max with the most tokens per second; 0: none is 2 % better than a plain step. Compares depths up
-// to twice the deepest one seen.
+// Returns the depth from 1 to max with the most tokens per second; 0: none is 2 % better than a plain step. Compares
+// depths up to twice the deepest one seen.
 static int best_depth(const Pace *p, const AcceptRates *a, SpecKind drafter, int max, int rows) {
     int best = 0;
     double best_rate = 1.02;
@@ -330,7 +331,7 @@ static int best_depth(const Pace *p, const AcceptRates *a, SpecKind drafter, int
 }
 
 // ---- the speculation budget of a session ----
-// Counted in plain steps. Each step adds budget_per_step: text that no source can predict becomes slower by that
+// It is counted in plain steps. Each step adds budget_per_step: text that no source can predict becomes slower by that
 // fraction at most. Drafts add the steps that they save and pay the steps that they cost. The text sources start with
 // more, since their drafts are shadow drafts first.
 
@@ -350,7 +351,7 @@ typedef struct {              // the drafting of a session
     SpecKind    shadow_source;         // and where they come from
     AcceptRates accept[SPEC_KINDS];    // by source
     double      budget[SPEC_KINDS];    // by source
-    int         backoff;               // a trial of the drafter needs so many times the budget that it may cost
+    int         backoff;               // a trial of the drafter needs `backoff` times the budget that it may cost
     int         depth;                 // tokens that the drafter makes after the running step
     int         idle_lookups;          // steps in a row without drafts from the text
     int         drafted;               // steps with drafts since the last plain step
@@ -386,7 +387,7 @@ static void add_budget(Speculator *s, SpecKind source, double steps) {
     s->budget[source] = fmin(s->budget[source] + steps, budget_max);
 }
 
-// The largest depth, at most max, that the budget can pay for if half of the expected tokens are made.
+// Returns the largest depth, at most max, that the budget can pay for if half of the expected tokens are made.
 static int affordable_depth(const Speculator *s, const Pace *p, SpecKind source, SpecKind drafter, int max, int rows) {
     const AcceptRates *a = &s->accept[source];
     while (max > 0 && step_cost(p, drafter, max, rows) - (1 + expected_tokens(a, max)) / 2 > s->budget[source]) max--;
@@ -428,7 +429,7 @@ static int draft_text(Speculator *s, const int32_t *ids, int n, int max, int32_t
     return min_int(s->n_grammar_ids, max);
 }
 
-// The probability, as a logarithm, below which one more branch of a tree costs more time than it saves.
+// Returns the logarithm of the probability below which one more branch of a tree costs more time than it saves.
 static float min_branch_logprob(const Pace *p, const AcceptRates *a, int chain, int tree, int rows) {
     const double step = step_seconds(p, rows + 1 + chain), with_tree = step_seconds(p, rows + 1 + tree);
     if (tree <= chain || step <= 0) return 0;
@@ -447,7 +448,7 @@ static void choose_drafts(Speculator *s, const Pace *p, SpecKind text_source, Sp
 }
 
 // Makes the drafts of a session for the next step, at most max. ids (n) are its tokens, the one that the step runs
-// anyway included. drafter: whose candidates are in s->candidates; rows: of other sessions in the step.
+// anyway included. drafter: it made s->candidates; rows: of other sessions in the step.
 static void make_drafts(Speculator *s, const Pace *p, SpecKind drafter, const int32_t *ids, int n, int max, int rows) {
     Candidates *c = &s->candidates;
     int32_t text[DRAFT_MAX];
@@ -463,7 +464,7 @@ static void make_drafts(Speculator *s, const Pace *p, SpecKind drafter, const in
     if (s->options.kind == SPEC_AUTO) {
         add_budget(s, text_source, budget_per_step);
         add_budget(s, drafter, budget_per_step);
-        if (c->depth)                                  // drafting was paid already, whatever is accepted
+        if (c->depth)                                  // drafting took time, even if no draft is accepted
             add_budget(s, drafter, step_cost(p, SPEC_OFF, c->depth, rows) - step_cost(p, drafter, c->depth, rows));
         choose_drafts(s, p, text_source, drafter, &n_text, &n_chain, rows);
         min_logprob = min_branch_logprob(p, &s->accept[drafter], n_chain, s->options.tree, rows);
@@ -480,8 +481,9 @@ static void make_drafts(Speculator *s, const Pace *p, SpecKind drafter, const in
     }
 }
 
-// The depth that saves time and fits the budget; 0: none. An unknown drafter is tried with one token. If a known one
-// does not save time at any depth, its rates are forgotten and the backoff doubles: the next trial needs more budget.
+// Returns the depth that saves time and fits the budget; 0: none. An unknown drafter is tried with one token. If a
+// known one does not save time at any depth, its rates are forgotten and the backoff doubles: the next trial needs more
+// budget.
 static int profitable_depth(Speculator *s, const Pace *p, SpecKind drafter, int max, int rows) {
     AcceptRates *a = &s->accept[drafter];
     if (!depths_seen(a))
@@ -494,7 +496,7 @@ static int profitable_depth(Speculator *s, const Pace *p, SpecKind drafter, int 
     return 0;
 }
 
-// How many tokens, at most max, the drafter is to make after the step that is about to run. OFF: there is no drafter.
+// Returns how many tokens, at most max, the drafter makes after the step that runs next. OFF: there is no drafter.
 static int choose_depth(Speculator *s, const Pace *p, SpecKind drafter, int max, int rows) {
     if (!uses_drafter(&s->options) || drafter == SPEC_OFF || max <= 0) return 0;
     if (s->options.kind != SPEC_AUTO) return max;
@@ -505,7 +507,7 @@ static int choose_depth(Speculator *s, const Pace *p, SpecKind drafter, int max,
     return depth;
 }
 
-// A path of `accepted` of the drafts was accepted. rows: of other sessions in the step.
+// The model accepted a path of `accepted` drafts. rows: of other sessions in the step.
 static void speculator_learn(Speculator *s, const Pace *p, int accepted, int rows) {
     const Drafts *d = &s->drafts;
     accept_learn(&s->accept[d->source], d->depth, accepted);

@@ -87,10 +87,10 @@ KV_CODE int kv_level(KvType t, int i) {                // the constants hold one
 }
 KV_CODE float kv_boundary(KvType t, int i) { return 0.5f * (float)(kv_level(t, i - 1) + kv_level(t, i)); }
 
-// A row of K gets the scale for which the decoded row y^ satisfies x . y^ = x . x ("unbiased"), so that scores are
-// right on average. It is larger than the scale with the smallest error. Where one row serves as K and V (tied), V is
-// therefore too large on average; attention multiplies the weights of V by this factor, 1 - the relative error of the
-// type.
+// A row of K gets the scale with which the decoded row y^ satisfies x . y^ = x . x ("unbiased"), so that attention
+// scores are right on average. This scale is larger than the one with the smallest error. If one row is both K and V
+// (tied), its values are therefore too large for V on average. Attention corrects this: it multiplies the weights of V
+// by kv_tied_factor(), which is 1 - the relative error of the type.
 KV_CODE float kv_tied_factor(KvType t) { return t == KV_TQ3 ? 0.968f : t == KV_TQ4 ? 0.9928f : 1.0f; }
 
 // Uniform levels: codes of n values, the value of largest magnitude gets the last code. Returns the scale.

@@ -222,7 +222,7 @@ static void open_lines(const char *history) {
 #endif
 }
 
-// Reads a message: a line and, as long as a line ends in a backslash, which becomes a line break, the next one.
+// Reads a message. If a line ends in a backslash, the backslash becomes a line break and the next line is appended.
 static LineKind read_message(TokText *text) {
     text->n = 0;
     LineKind kind = read_line("> ", text);

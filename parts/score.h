@@ -3,7 +3,7 @@
  * Uses engine.h (section [6], which it implements), plan.h and generate.h. Begin with score_prompt().
  *
  * A scorer is a small model with the target's vocabulary, or the target's own first layers. It reads all of the prompt.
- * What a token scores is the attention that the last SCORE_ROWS tokens pay to it in the global layers: the largest
+ * The score of a token is the attention that the last SCORE_ROWS tokens pay to it in the global layers: the largest
  * value of any of these layers and heads, averaged over those tokens. */
 #ifndef SCORE_H
 #define SCORE_H
@@ -47,7 +47,7 @@ static void score_prompt(Session *s, Model *scorer, const int32_t *ids, int n, i
     score_tokens(m, seq, ids + held, n - held, score + held);
 }
 
-// For the start of the program: the scorer itself is loaded when the first long prompt comes.
+// Runs when the program starts. The scorer itself is loaded for the first long prompt.
 static void scorer_check(const char *file, Model *target) {
     static const char key[] = "tokenizer.ggml.tokens";
     Gguf g;
@@ -66,12 +66,12 @@ static void scorer_check(const char *file, Model *target) {
     gguf_close(&g);
 }
 
-// Of the file's layers only those that score are loaded.
+// Loads only the layers of the file that scoring needs.
 static Model *scorer_open(Model *target, const char *file, int n) {
     ModelOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .k_type = KV_F16, .v_type = KV_F16,
                        .can_score = true, .scorer_only = true, .n_ctx = (int)round_up((size_t)n, 1024),
                        .ctx_from = "prompt for --scorer", .shared_limits = plan_limits(target) };
-    if (target->options.memory) {                      // both have to fit into what --vram grants
+    if (target->options.memory) {                      // both models have to fit into --vram
         const MemoryPlan *p = &target->plan;
         const size_t weights = p->weights ? p->weights : target->binder->bytes;
         const size_t taken = weights + p->kv_global + p->kv_rings + p->staging + p->activations + p->scratch +

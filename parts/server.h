@@ -8,7 +8,8 @@
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Each
  *          connection has a thread of libmicrohttpd, which reads the request, tokenizes it, queues a job, and waits
- *          for what the engine adds to that job. Another thread writes files of sessions (store.h, with its own lock).
+ *          for what the engine adds to that job. Another thread writes files of sessions (store.h, which has its own
+ *          lock).
  *          Server.lock guards the queue, the counters, the peers, the remembered calls, Slot.job if others than the
  *          engine read it, and the answer and the ids of every queued job.
  * TRUST    Every byte of a request is untrusted: it is checked before use, and an error in it is answered by a 4xx. */
@@ -16,7 +17,7 @@
 #define SERVER_H
 
 typedef struct {
-    const char *host, *alias;          // where to listen; the name of the model, NULL: that of its file
+    const char *host, *alias;          // address to listen on; name of the model, NULL: its file name
     const char *api_key;               // NULL: no key is needed
     int         port, max_queue, timeout;          // 0: any free port; jobs that wait; seconds for one answer
     size_t      max_body;              // bytes of a request
@@ -33,8 +34,8 @@ typedef struct {
 
 #if defined USE_MICROHTTPD || defined TESTING
 // While answers are under way, a round that also runs a part of a prompt should take at most SHARE_MOST times as long
-// as one without. How much of a prompt that is, in rows or in multiplications, is found from the times of rounds; now
-// and then a round runs without a prompt, to measure that time too.
+// as one without. The times of rounds show how much of a prompt that is, in rows or in multiplications. One round in
+// SHARE_ROUNDS runs without a prompt, to measure that time too.
 typedef struct {
     double amount;            // of a prompt, in the next round with a prompt
     double least, most;       // least > 0: no prompt starves
@@ -50,7 +51,8 @@ static inline Share share_of(double least, double most) {
 
 static inline bool share_looks(const Share *s) { return s->plain <= 0 || s->n >= SHARE_ROUNDS; }
 
-// A round took `taken` seconds, with so much of a prompt (0: none): s->amount, or the least that can run in one piece.
+// Learns from a round that took `taken` seconds. with: how much of a prompt it ran, s->amount or the least that can run
+// at once; 0: it ran no prompt.
 static inline void share_learn(Share *s, double with, double taken) {
     if (with <= 0) {
         const double more = fmin(taken, 2 * s->plain) - s->plain;    // one round may be slow by chance
@@ -339,11 +341,11 @@ static bool check_messages(const GgufJson *messages, Fault *f) {
 
 // ==== [3] Jobs and the scheduler =====================================================================================
 // A job is a prompt and its answer. Jobs wait in a queue. When a session is free, it goes to the first job of the
-// clients that have fewest jobs under way; of several free sessions, the one that holds most of the prompt. All
-// sessions with a job advance together: each round decodes one token of each, and runs one chunk of one long prompt;
-// long prompts alternate. If the chunk size cannot change results, chunks are smaller while answers are under way; else
-// a chunk ends at the same tokens whoever else is served. Decoded rows do not depend on each other, so an answer does
-// not depend on the others.
+// clients that have fewest jobs under way. If several sessions are free, the job gets the one that holds most of its
+// prompt. All sessions with a job advance together: each round decodes one token of each, and runs one chunk of one
+// long prompt; long prompts alternate. If the chunk size cannot change results, chunks are smaller while answers are
+// under way; else a chunk ends at the same tokens, no matter which other jobs run. Decoded rows do not depend on each
+// other, so an answer does not depend on other answers.
 
 typedef struct { TokText name, arguments; char id[40]; } Call;
 typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
@@ -416,8 +418,8 @@ typedef struct {
     float          *logits;            // (vocab)
     int             last_prompt;       // slot of the prompt that advanced last
     int             chunk;             // rows of a prompt in a round without answers
-    bool            by_rows;           // with answers: share.amount rows; false: `chunk` rows, of which share.amount
-    Share           share;             // multiplications run in a round
+    bool            by_rows;           // share.amount counts rows of a prompt; false: multiplications
+    Share           share;             // how much of a prompt runs in a round with answers
     bool            loopback;
     pthread_mutex_t lock;
     Job            *first, **last;     // the queue
@@ -435,7 +437,7 @@ static int n_slots(const Server *srv) { return model_options(srv->m)->n_seqs; }
 static int context_size(const Server *srv) { return model_options(srv->m)->n_ctx; }
 
 static sem_t wake;                                     // wakes the engine: a job or a signal came, or a client left
-static atomic_int stop_asked;                          // the signal, whichever thread received it
+static atomic_int stop_asked;                          // the signal that asks to stop; any thread may set it
 
 static void on_stop(int signal_number) {
     if (stop_asked) _exit(128 + signal_number);
@@ -469,7 +471,7 @@ static void job_free(Job *job) {
     free(job);
 }
 
-static void job_drop(Job *job) {                       // one owner less; with the lock held
+static void job_drop(Job *job) {                       // one owner less; the caller holds the lock
     if (!--job->n_owners) job_free(job);
 }
 
@@ -496,7 +498,7 @@ static bool submit(Server *srv, Job *job, Fault *f) {
     return ok;
 }
 
-static void job_done(Server *srv, Job *job) {          // the engine has finished it; with the lock held
+static void job_done(Server *srv, Job *job) {          // the engine has finished it; the caller holds the lock
     job->done = true;
     srv->totals.cancelled += job->gone;
     if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client closed the connection");
@@ -509,7 +511,7 @@ static bool has_left(const Job *job) {                 // the client has closed 
     return job->gone || (poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR));
 }
 
-// Finds jobs whose client has left. With the lock held.
+// Finds jobs whose client has left. The caller holds the lock.
 static void look_for_clients(Server *srv) {
     for (int i = 0; i < n_slots(srv); i++)
         if (srv->slots[i].job) srv->slots[i].job->gone = has_left(srv->slots[i].job);
@@ -523,7 +525,7 @@ static void end_slow_peers(Server *srv, double now) {
         if (now - p->quiet > IDLE_SECONDS) shutdown(p->fd, SHUT_RDWR);
 }
 
-// Removes from the queue jobs whose client has left, or that waited too long. With the lock held.
+// Removes from the queue jobs whose client has left, or that waited too long. The caller holds the lock.
 static void clean_queue(Server *srv, double now) {
     srv->last = &srv->first;
     for (Job *job; (job = *srv->last); ) {
@@ -538,8 +540,8 @@ static void clean_queue(Server *srv, double now) {
     }
 }
 
-// Tokens of the session that the job's prompt begins with, if they are at least half of what it holds or half of the
-// prompt. Else 0: it would save little and lose the rest of what the session holds.
+// Returns how many tokens of the session the job's prompt begins with, if they are at least half of the session's
+// tokens or half of the prompt. Else returns 0: reuse would save little, and the session's other tokens would be lost.
 static size_t worth(Server *srv, const Slot *slot, const Job *job) {
     const TokIds *held = session_held(slot->s);
     if (job->no_cache) return 0;
@@ -547,7 +549,8 @@ static size_t worth(Server *srv, const Slot *slot, const Job *job) {
     return 2 * same.held >= held->n || 2 * same.ids >= job->ids.n ? same.held : 0;
 }
 
-// The free session that is worth most to the job; of equals the least recently used. NULL: none is free.
+// Returns the free slot whose session saves the job most tokens by worth(), and sets *most to their number. If several
+// slots are equal, returns the least recently used one. Returns NULL if no slot is free.
 static Slot *choose_slot(Server *srv, const Job *job, size_t *most) {
     Slot *best = NULL;
     *most = 0;
@@ -562,7 +565,7 @@ static Slot *choose_slot(Server *srv, const Job *job, size_t *most) {
     return best;
 }
 
-static Slot *oldest_slot(Server *srv) {                // of the free ones
+static Slot *oldest_slot(Server *srv) {                // the least recently used free slot; NULL: none
     Slot *best = NULL;
     for (int i = 0; i < n_slots(srv); i++) {
         Slot *slot = &srv->slots[i];
@@ -577,8 +580,8 @@ static void park(Server *srv, Slot *slot, size_t same) {
     if (!store_park(&srv->store, slot->s, slot->by_ids)) fprintf(stderr, "# %s\n", srv->store.err);
 }
 
-// Gives the job the slot that holds most of its prompt, or resumes a session from the store that has more of it. NULL:
-// no slot is free.
+// Returns the slot that holds most of the job's prompt. If a session in the store holds more of it, resumes that
+// session in the least recently used slot. Returns NULL if no slot is free.
 static Slot *make_ready(Server *srv, Job *job) {
     enum { GAIN = 64 };       // more tokens that justify resuming a session from the store
     size_t most, stored = 0;
@@ -639,7 +642,7 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
     pthread_mutex_unlock(&srv->lock);
 }
 
-// The pointer to the next job: the first of a client that has fewest jobs under way. With the lock held.
+// Returns the pointer to the next job: the first one of a client with fewest jobs under way. The caller holds the lock.
 static Job **next_in_line(Server *srv) {
     Job **best = &srv->first;
     int least = INT_MAX;
@@ -669,10 +672,10 @@ static void admit(Server *srv) {
     }
 }
 
-typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // answers alone; with share.amount of a prompt
+typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // PLAIN: only answers; SHARED: also a prompt
 
-// Chooses the sessions of the next round. Returns how many, and what kind of round it is. Of several long prompts one
-// runs.
+// Chooses the sessions of the next round. Returns their number, and sets *round to the kind of the round. If there are
+// several long prompts, only one of them runs.
 static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
     const int n_seqs = n_slots(srv), after = srv->last_prompt, paused = model_paused(srv->m);
     bool long_one = false, answers = false;
@@ -703,7 +706,7 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
     return n;
 }
 
-// Learns from the time of a round that had no prompt, or as much of one as the share allows.
+// Learns from the time of a round that ran no prompt, or that ran as much of one as the share allows.
 static void learn_share(Server *srv, Round round, double taken) {
     const double with = srv->by_rows ? srv->share.amount : session_state(srv->slots[srv->last_prompt].s).work_done;
     const bool whole = srv->by_rows || model_paused(srv->m) >= 0;         // else the chunk had ended before
@@ -742,7 +745,7 @@ static void add_likely(Server *srv, Slot *slot, const Event *e) {
     pthread_mutex_unlock(&srv->lock);
 }
 
-// Remembers the tokens of the answer's last call. With the lock held.
+// Remembers the tokens of the answer's last call. The caller holds the lock.
 static void remember(Server *srv, const Job *job, const char *id) {
     Replay *replay = &srv->replays[srv->n_replays++ % REPLAYS];
     size_t first = job->said.n;
@@ -767,7 +770,7 @@ static void add_calls(Server *srv, Job *job, const TokReply *r) {
     }
 }
 
-static void end_job(Server *srv, Slot *slot, const Event *e) {       // with the lock held
+static void end_job(Server *srv, Slot *slot, const Event *e) {       // the caller holds the lock
     Job *job = slot->job;
     const Turn *turn = session_turn(slot->s);
     job->end = e->end;
@@ -1442,8 +1445,8 @@ static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     return true;
 }
 
-// Whether the answer has to be a call, and of which tool alone: name, or an empty text. OpenAI's newer form has the
-// name one object higher.
+// Reads tool_choice. *required: the answer has to be a tool call; name: only this tool may be called, "": any tool.
+// OpenAI's newer form has the name one object higher.
 static bool read_choice(Exchange *x, const GgufJson *choice, bool *required, char name[128]) {
     GgufJson type, inner, v;
     *name = 0;
@@ -1550,7 +1553,7 @@ static Job *new_job(Exchange *x) {
 static void add_event_fault(Exchange *x);
 static void respond(Exchange *x, int status, const char *type, TokText *body);
 
-// Waits for news of the job, or until it is time for a keep-alive. False: there are none. With the lock held.
+// Waits for news of the job, or until it is time for a keep-alive. False: there are none. The caller holds the lock.
 static bool wait_for_news(Exchange *x) {
     const Job *job = x->job;
     struct timespec until;
@@ -2659,7 +2662,7 @@ static void on_connection(void *cls, struct MHD_Connection *connection, void **c
     pthread_mutex_unlock(&srv->lock);
 }
 
-// The head of a request is complete; or the next one is due. With the lock held.
+// Sets Peer.quiet: since when the head of a request is due; INFINITY: it is complete. The caller holds the lock.
 static void set_quiet(struct MHD_Connection *connection, double since) {
     const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
     if (info && info->socket_context) ((Peer *)info->socket_context)->quiet = since;

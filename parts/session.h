@@ -76,7 +76,7 @@ static uint64_t hash_mix(uint64_t h, uint64_t word) {
 
 static Hash hash_new(void) { return (Hash){ .lane = { 1, 2, 3, 4 } }; }
 
-// If n is no multiple of 32, zeros are added up to the next one.
+// Adds n bytes to the hash. If n is not a multiple of 32, zeros fill the last 32 bytes.
 static void hash_add(Hash *h, const void *bytes, size_t n) {
     const uint8_t *p = bytes;
     uint64_t a = h->lane[0], b = h->lane[1], c = h->lane[2], d = h->lane[3];
@@ -291,7 +291,7 @@ static void put_rows(FileStream *s, const Model *m, int seq, const SessionHeader
     }
 }
 
-// A step that is under way must not be needed any more.
+// The caller must not need the result of a step that still runs.
 static int session_to_fd(Session *s, const SessionNote *note, int fd, const char *what) {
     Model *m = s->m;
     SessionHeader h = header_of(m);
@@ -596,8 +596,9 @@ static int session_peek(Session *s, const char *path, SessionPeek *peek) {
     return 1;
 }
 
-// Of a prompt that was interrupted the tokens that have not run; else the last token, unless it ended the turn, which
-// is no text. The ids stay the session's.
+// Returns the tokens of the text that have not run. If a prompt was interrupted, these are its remaining tokens; else
+// it is the last token of the answer. A token that ends the turn is not text and is not returned. The session owns the
+// ids.
 static TokIds session_pending(const Session *s) {
     const size_t at = (size_t)s->at;
     if (s->end == END_TURN || s->end == END_CALLS) return (TokIds){ 0 };

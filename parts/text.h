@@ -1,4 +1,4 @@
-/* text.h - the tokenizer of a file, verbs that need no part of their own, and how an answer is shown on the terminal.
+/* text.h - loads the tokenizer of a file, runs the smaller verbs, and prints answers on the terminal.
  *
  * Uses engine.h; [1] to [3] also the model, load.h and plan.h. Begin with print_answer(), which uses engine.h alone.
  *   [1] The tokenizer of a file    [2] Model and plan in words    [3] Verbs    [4] Answers on the terminal */
@@ -9,11 +9,11 @@
 
 static TokStr tok_str(GgufStr s) { return (TokStr){ s.s, s.n }; }
 
-static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the file does not say
+static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the file lacks the key
     return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
 }
 
-// vocab: how many tokens the weights are for; 0 for a file that is read for its tokenizer only.
+// vocab: the number of tokens that the weights have rows for; 0: only the tokenizer of the file is used.
 static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     GgufStr kind = { "", 0 };
     const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
@@ -80,7 +80,7 @@ static void model_tokenizer(Model *m, Tokenizer *t) { load_tokenizer(t, &m->gguf
 
 // ==== [2] Model and plan in words ===================================================================================
 
-// The GPU that operations are planned for; "": the CPU. Until the next call.
+// Returns the name of the GPU that the operations are planned for, or "" for the CPU. It is valid until the next call.
 static const char *card_name(const Ops *op) {
     static char name[280];
     const Card *card = op->card ? op->card() : NULL;
@@ -96,7 +96,7 @@ static void print_card(FILE *f, const char *label, const Ops *op) {
                 card->n_sm, (double)card->memory / (1 << 30), card->host_memory ? " shared with the host" : "");
 }
 
-// What is about to run, on stderr: model, plan, device.
+// Prints model, plan and device to stderr.
 static void print_plan(Model *m) {
     const Config *c = &m->config;
     const double mib = 1 << 20;
@@ -142,7 +142,7 @@ static void print_plan(Model *m) {
 
 // ==== [3] Verbs =====================================================================================================
 
-// gemma4 logits: the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
+// gemma4 logits: writes the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
 static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const char *ids_path, const char *out_path,
                         const char *dump_dir, bool check_tensors) {
     size_t size = 0;
@@ -195,13 +195,13 @@ static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const
     free(m);
 }
 
-// The tokenizer of a file, which may hold nothing else.
+// Loads the tokenizer of a file, which need not contain weights.
 static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
     open_model_file(g, path);
     load_tokenizer(t, g, 0);
 }
 
-// gemma4 tokenize: the ids of a text in decimal, on one line, no <bos> added.
+// gemma4 tokenize: prints the ids of a text in decimal on one line. It adds no <bos>.
 static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode) {
     Gguf g;
     Tokenizer tok;
@@ -216,12 +216,12 @@ static void verb_tokenize(const char *model, const char *text, size_t n, TokMode
     gguf_close(&g);
 }
 
-// gemma4 detokenize: the bytes of ids, markers as their text.
+// gemma4 detokenize: writes the bytes of ids. It writes special tokens as their text.
 static void verb_detokenize(const char *model, const char *list) {
     Gguf g;
     Tokenizer tok;
     open_tokenizer(&tok, &g, model);
-    for (int round = 0; round < 2; round++) {          // first all are checked, then they are written
+    for (int round = 0; round < 2; round++) {          // round 0 checks all ids, round 1 writes them
         const char *s = list;
         for (int i = 0; ; i++) {
             s += strspn(s, " \t\r\n");
@@ -242,7 +242,7 @@ static void verb_detokenize(const char *model, const char *list) {
     gguf_close(&g);
 }
 
-// gemma4 plan: what a context takes in memory, without taking it. Dies when it does not fit.
+// gemma4 plan: prints the memory that a context needs, and reserves none. Dies if the context does not fit.
 static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
     static const int contexts[] = { 8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20 };
     const double gib = 1 << 30;
@@ -288,13 +288,13 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
 }
 
 // ==== [4] Answers on the terminal ===================================================================================
-// Text on stdout as it comes, statistics on stderr, each line with "# ".
+// Text goes to stdout as it is generated. Statistics go to stderr; each line begins with "# ".
 
 static volatile sig_atomic_t interrupted;              // the number of the first signal; a second one ends the process
-static Session *volatile answering;                    // what it cancels
+static Session *volatile answering;                    // the session that a signal cancels
 
 static void on_interrupt(int signal_number) {
-    if (interrupted) {                                 // what was generated is written; a terminal is as we found it
+    if (interrupted) {                                 // the text so far was written; the terminal's mode is normal
         const char *end = bar_shown ? "\r\033[K" : "";
         if (unfinished) unlink(unfinished);
         if (write(2, end, strlen(end)) < 0) _exit(1);
@@ -304,14 +304,14 @@ static void on_interrupt(int signal_number) {
     if (answering) session_cancel(answering);
 }
 
-// From now on the signal asks to stop, unless it is ignored, as nohup and shells without job control have it.
+// From now on the signal asks to stop. If the process ignores it (nohup, shells without job control), that stays so.
 static void stop_on(int signal_number) {
     const struct sigaction act = { .sa_handler = on_interrupt, .sa_flags = (int)SA_RESTART };
     struct sigaction before;
     if (!sigaction(signal_number, NULL, &before) && before.sa_handler != SIG_IGN) sigaction(signal_number, &act, NULL);
 }
 
-// FNV-1a of the bytes, to compare two runs at a glance.
+// Returns the FNV-1a hash of the bytes, by which two runs can be compared.
 static uint64_t hash_bytes(const void *p, size_t n) {
     uint64_t h = 0xcbf29ce484222325u;
     for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
@@ -322,7 +322,7 @@ static void write_text(const char *s, size_t n) {
     if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
 }
 
-// The text of a token in quotes, so that it stays on its line and cannot steer a terminal.
+// Prints the text of a token in quotes, escaped so that it stays on its line and cannot control the terminal.
 static void print_quoted(FILE *f, TokStr s) {
     fputc('"', f);
     for (size_t i = 0; i < s.n; i++) {
@@ -335,8 +335,8 @@ static void print_quoted(FILE *f, TokStr s) {
     fputc('"', f);
 }
 
-// The n likeliest of the logits (vocab) that a token was chosen from, on one line of stderr: id, text, logit and
-// probability as the model gives them, before mask, bias, penalties and temperature. Overwrites what it shows.
+// Prints the n most probable candidates for a token on one line of stderr: id, text, logit and probability, before
+// mask, bias, penalties and temperature. Overwrites these candidates in logits (vocab).
 static void print_top_logits(const Tokenizer *t, int pos, int32_t chosen, int n, float *logits, int vocab) {
     const double sum = logsumexp(logits, vocab);
     fprintf(stderr, "# position %d, chosen %" PRId32 ":", pos, chosen);
@@ -351,7 +351,7 @@ static void print_top_logits(const Tokenizer *t, int pos, int32_t chosen, int n,
     fprintf(stderr, "\n");
 }
 
-// The calls of a finished reply, each as a line of JSON on stdout: {"name":"f","arguments":{...}}.
+// Prints each tool call of a finished reply as a line of JSON on stdout: {"name":"f","arguments":{...}}.
 static void show_calls(const TokReply *r) {
     for (int i = 0; i < r->n_calls; i++) {
         TokText name = { 0 };
@@ -366,7 +366,8 @@ static void show_calls(const TokReply *r) {
     }
 }
 
-// What drafting did. The share of right guesses in a loop says nothing, so it is not told.
+// Prints statistics of drafting. If the text repeats itself in a loop, leaves out the acceptance rate, which then means
+// nothing.
 static void print_drafts(const Turn *t) {
     const DraftCount *d = &t->drafts;
     fprintf(stderr, "# drafts: %d tokens in %d of %d steps", d->drafted, d->n_steps, t->steps);
@@ -401,10 +402,10 @@ static void print_turn(const Turn *t) {
     if (d->n_steps) print_drafts(t);
 }
 
-typedef struct {              // what is shown of an answer
-    int  top_logits;          // candidates of every token, on stderr
-    bool thoughts;            // on stderr, on lines of their own
-    bool newline;             // end the text with one also where it does not go to a terminal
+typedef struct {              // what print_answer() prints
+    int  top_logits;          // print this many candidates for every token, on stderr
+    bool thoughts;            // print thoughts, on separate lines of stderr
+    bool newline;             // end the text with a line break even if stdout is not a terminal
 } ShowOptions;
 
 static void show_text(const Event *e, const ShowOptions *o, bool *thought, bool *content) {
@@ -419,7 +420,7 @@ static void show_text(const Event *e, const ShowOptions *o, bool *thought, bool 
     *content = true;
 }
 
-// Runs the answer that the session has started to its end, or to Ctrl-C, and prints it. False: session_error() has why.
+// Runs the session's answer until it ends or the user presses Ctrl-C, and prints it. False: session_error() says why.
 static bool print_answer(Session *s, const ShowOptions *o) {
     const size_t vocab = (size_t)model_shape(session_model(s)).vocab, total = (size_t)session_state(s).n_left;
     const TokReply *reply = session_reply(s);
@@ -428,7 +429,7 @@ static bool print_answer(Session *s, const ShowOptions *o) {
     Event e = { .kind = EVENT_PROMPT };
     progress("prompt", 0, total, "tokens");
     answering = s;
-    if (interrupted) session_cancel(s);                // it came before there was anything to cancel
+    if (interrupted) session_cancel(s);                // the signal came before `answering` was set
     while (e.kind != EVENT_END) {
         session_next(s, &e);
         if (e.kind == EVENT_PROMPT) progress("prompt", (size_t)e.done, (size_t)e.total, "tokens");
