@@ -508,9 +508,8 @@ __device__ static inline void quantise_group(float x, int8_t *q, float *s) {
 //
 //   4-bit lo   low nibble of byte j: value j; high nibble: value j + 16. As four words v[0..3]: values 4w .. 4w + 3 are
 //              the bytes of v[w] & 0x0f0f0f0f, values 16 + 4w .. 16 + 4w + 3 those of v[w] >> 4 & 0x0f0f0f0f
-//   2-bit lo, and hi of 6-bit: two words, one for each half of the group; bits 2w, 2w + 1 of byte b belong to value 4w
-//   + b
-//   1-bit hi   one word; bit w of byte b belongs to value 4w + b
+//   2-bit lo, and hi of 6-bit: two words, one for each half of the group; bits 2w, 2w + 1 of byte b: value 4w + b
+//   1-bit hi   one word; bit w of byte b: value 4w + b
 // Planes follow each other, each at a multiple of 256 bytes. A stack of n matrices is stored as one matrix of n * rows
 // rows. A table from which rows are only gathered may stay in pinned host memory, in the same layout.
 
@@ -1100,9 +1099,8 @@ __device__ static inline void block_rms(const float *sum, float by, float eps, i
 
 // Makes row `row` of the inputs; a block of ROW_THREADS. Thread t has values 4 (t + 512 j) .. + 3, so 8 lanes hold a
 // group.
-//   emit(k)(i, y)   takes four values of input k from value i on; called by a whole warp or not at all, y is 0 after
-//   the
-//                   end of the row
+//   emit(k)(i, y)   takes four values of input k from value i on; called by a whole warp or not at all; y is 0 after
+//                   the end of the row
 //   weight(k, j)    four values of norm weights k, for the thread's values j; they are constant and may come early
 //   store_x         writes x' where In wants it
 //   QUADS > 0       j < QUADS; rows lie at multiples of 16 bytes; x and both deltas are loaded at once and stay in
@@ -2373,7 +2371,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
 // every warp, and beside the arithmetic instead of before it. Nobody waits for all of the block: a copying warp waits
 // until the 8 have used what its stage overwrites, each of these until its stage is there. Blocks take their pieces in
 // turn, and the copies of the next piece are under way while this one ends. Weights that do not depend on the choice of
-// experts are asked for before wait_for_previous_kernel().
+// experts are asked for before take_turn().
 //
 // Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's,
 // with all of its rows, up to 8 NT; NT follows what an expert has, and the matrix that runs beside takes its rows as
@@ -2641,7 +2639,7 @@ template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy
 // A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in
 // int8, INPUT_PITCH bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row,
 // and a scale of every fourth. In deep stages the same follows for the next 8 groups.
-// early: wait_for_previous_kernel() is still to come, and as many weights as the ring takes are asked for before it.
+// early: take_turn() is still to come, and as many weights as the ring takes are asked for before it.
 template <DType T, int NT, bool HALVES>
 __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *f, bool early) {
     const Job &o = t.jobs.job[p.job];
@@ -4037,27 +4035,27 @@ template <DType T> __device__ static inline void staged_weights(const char *stag
 
 // The shape of a block: rows (pairs) of its tile, warps, and bytes of shared memory for its stages. On an SM with 228
 // KB two blocks of four warps run together. With less, one block has as many warps as leave room for three stages.
-typedef struct { int pairs, warps, room; } ExpertsTile;
-enum { WIDE_ROOM = 108 << 10, NARROW_ROOM = 98 << 10 };
+typedef struct { int pairs, warps, shared; } ExpertsTile;
+enum { WIDE_SHARED = 108 << 10, NARROW_SHARED = 98 << 10 };
 template <DType T> static constexpr int experts_stage(ExpertsTile t) {     // bytes: rows of 128, features of warps
     return t.pairs * STAGE_VALUES * 2 + t.warps * StageLayout<T>::bytes;
 }
 template <DType T> static constexpr ExpertsTile experts_tile(bool large, bool wide) {
-    const ExpertsTile narrow[] = { { LARGE_TILE, 8, NARROW_ROOM }, { 96, 8, NARROW_ROOM },
-                                   { LARGE_TILE, 4, NARROW_ROOM },
-                                   { SMALL_TILE, 8, NARROW_ROOM }, { SMALL_TILE, 4, NARROW_ROOM } };
-    if (wide) return { large ? LARGE_TILE : SMALL_TILE, 4, WIDE_ROOM };
+    const ExpertsTile narrow[] = { { LARGE_TILE, 8, NARROW_SHARED }, { 96, 8, NARROW_SHARED },
+                                   { LARGE_TILE, 4, NARROW_SHARED },
+                                   { SMALL_TILE, 8, NARROW_SHARED }, { SMALL_TILE, 4, NARROW_SHARED } };
+    if (wide) return { large ? LARGE_TILE : SMALL_TILE, 4, WIDE_SHARED };
     for (int i = large ? 0 : 3; i < (large ? 3 : 5); i++)
-        if (3 * experts_stage<T>(narrow[i]) <= NARROW_ROOM) return narrow[i];
-    return { large ? LARGE_TILE : SMALL_TILE, 2, NARROW_ROOM };
+        if (3 * experts_stage<T>(narrow[i]) <= NARROW_SHARED) return narrow[i];
+    return { large ? LARGE_TILE : SMALL_TILE, 2, NARROW_SHARED };
 }
 
 // Shared memory: stages, later results.
-template <DType T, bool LARGE, bool WIDE> struct ExpertsRoom {
+template <DType T, bool LARGE, bool WIDE> struct ExpertsShape {
     static constexpr ExpertsTile tile = experts_tile<T>(LARGE, WIDE);
     static constexpr int pairs = tile.pairs, warps = tile.warps, threads = 32 * warps;
     static constexpr int features_at = pairs * STAGE_VALUES * 2, stage = experts_stage<T>(tile);
-    static constexpr int fits = tile.room / stage, stages = fits > 5 ? 5 : fits < 3 ? 3 : fits;
+    static constexpr int fits = tile.shared / stage, stages = fits > 5 ? 5 : fits < 3 ? 3 : fits;
     // floats of a row of results; the padding puts the lanes of a warp in different banks
     static constexpr int stride = MMA_ROWS * warps + 4;
     static constexpr int results = pairs * stride * 4;
@@ -4067,7 +4065,7 @@ template <DType T, bool LARGE, bool WIDE> struct ExpertsRoom {
 
 // experts: one tile of features times one tile of pairs; gate and up with the activation, or one matrix.
 //   shapes    w (n_experts * rows_e, cols), y (n_rows or n_pairs, cols), out or products (n_pairs, rows)
-//   launch    grid most_tiles() * n_blocks, block ExpertsRoom::threads
+//   launch    grid most_tiles() * n_blocks, block ExpertsShape::threads
 //   traffic   a tile reads its rows of y and its features once; y comes from L2, and so do features for the second tile
 //             of an expert
 //   numerics  weights and rows rounded to f16, sums f32, ascending: a result does not depend on the tile
@@ -4081,25 +4079,25 @@ template <DType T, bool LARGE, bool WIDE> struct ExpertsRoom {
 //
 // Each warp decodes one group while the tensor cores multiply another (s: stage, g: group, h: half of the group):
 //
-//     decode     s, g1                            |         s + 1, g0                 (in a[1], a[0])
-//     multiply   s, g0, h0   s, g0, h1   s, g1, h0 |         s, g1, h1
-//                                                 ^ barrier: stage s + 1 has arrived, and stage s - 1 is free, so the
-//                                                 copy
-//                                                   of stage s + stages - 1 starts into its slot
+//     decode     s, g1                             |  s + 1, g0
+//     multiply   s, g0, h0   s, g0, h1   s, g1, h0 |  s, g1, h1
+//                                                  barrier
+//
+// At the barrier stage s + 1 has arrived and stage s - 1 is free: the copy of stage s + stages - 1 starts there.
 template <DType T, bool LARGE, bool WIDE>
-__global__ void __launch_bounds__(ExpertsRoom<T, LARGE, WIDE>::threads, ExpertsRoom<T, LARGE, WIDE>::resident)
+__global__ void __launch_bounds__(ExpertsShape<T, LARGE, WIDE>::threads, ExpertsShape<T, LARGE, WIDE>::resident)
 experts_kernel(const __grid_constant__ Experts o) {
-    typedef ExpertsRoom<T, LARGE, WIDE> Room;
-    constexpr int PAIRS = Room::pairs, ROW_TILES = PAIRS / 16, AT_ONCE = Room::threads / 8, COPIES = PAIRS / AT_ONCE;
+    typedef ExpertsShape<T, LARGE, WIDE> Shape;
+    constexpr int PAIRS = Shape::pairs, ROW_TILES = PAIRS / 16, AT_ONCE = Shape::threads / 8, COPIES = PAIRS / AT_ONCE;
     static_assert(PAIRS % AT_ONCE == 0, "a thread copies as many rows as any other");
     __shared__ int pair_of[PAIRS];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, t = lane / 4, k = lane % 4;
     wait_for_previous_kernel();
     const PairTile tile = o.tiles[blockIdx.x / o.n_blocks];
     if (!tile.n) return;
-    const int block_feature = blockIdx.x % o.n_blocks * Room::warps * o.step, feature = block_feature + warp * o.step;
+    const int block_feature = blockIdx.x % o.n_blocks * Shape::warps * o.step, feature = block_feature + warp * o.step;
     const int n_row_tiles = div_up(tile.n, 16), n_stages = o.cols / STAGE_VALUES;
-    for (int i = thread; i < PAIRS; i += Room::threads) pair_of[i] = o.order[tile.first + min(i, tile.n - 1)];
+    for (int i = thread; i < PAIRS; i += Shape::threads) pair_of[i] = o.order[tile.first + min(i, tile.n - 1)];
     __syncthreads();                                   // pair_of
     unsigned from[COPIES];                             // first chunk of y for each row that the thread copies
     for (int i = 0; i < COPIES; i++)
@@ -4108,7 +4106,7 @@ experts_kernel(const __grid_constant__ Experts o) {
     // after the last feature: computed and discarded
     const Features<T> features(o, tile.expert, feature < o.rows ? feature : 0);
     auto fetch = [&](int s) {
-        char *stage = shared_bytes + s % Room::stages * Room::stage;
+        char *stage = shared_bytes + s % Shape::stages * Shape::stage;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int r = i * AT_ONCE + thread / 8;
@@ -4116,18 +4114,18 @@ experts_kernel(const __grid_constant__ Experts o) {
                 copy_ahead(stage + r * 128 + ((thread ^ r) & 7) * 16,
                            (const uint4 *)o.y + from[i] + s * (STAGE_VALUES / 8));
         }
-        features.fetch(stage + Room::features_at + warp * StageLayout<T>::bytes, s);
+        features.fetch(stage + Shape::features_at + warp * StageLayout<T>::bytes, s);
     };
 #pragma unroll
-    for (int s = 0; s < Room::stages - 1; s++) {
+    for (int s = 0; s < Shape::stages - 1; s++) {
         if (s < n_stages) fetch(s);
         copy_commit();
     }
     float sum[2][2 * ROW_TILES][4] = { };
     const int row_at = (lane / 16 * 8 + lane % 8) * 128, chunk_at = ((lane / 8 & 1) ^ (lane & 7)) * 16;
-    auto stage_of = [&](int s) { return shared_bytes + s % Room::stages * Room::stage; };
+    auto stage_of = [&](int s) { return shared_bytes + s % Shape::stages * Shape::stage; };
     auto decode = [&](int s, int j, unsigned a[2][2][4]) {             // group j of a stage
-        const char *own = stage_of(s) + Room::features_at + warp * StageLayout<T>::bytes;
+        const char *own = stage_of(s) + Shape::features_at + warp * StageLayout<T>::bytes;
         __half2 am[2];
         if constexpr (!is_float(T)) features.scales(own, s, j, am);
         for (int half = 0; half < 2; half++) staged_weights<T>(own, half, j, am, a[half]);
@@ -4146,7 +4144,7 @@ experts_kernel(const __grid_constant__ Experts o) {
     };
     auto run = [&](auto all) {     // decodes weights while the tensor cores use the previous ones
         unsigned a[2][2][2][4];
-        wait_for_copies<Room::stages - 2>();
+        wait_for_copies<Shape::stages - 2>();
         __syncthreads();                               // all threads have the first stage
         decode(0, 0, a[0]);
 #pragma unroll 1
@@ -4155,9 +4153,9 @@ experts_kernel(const __grid_constant__ Experts o) {
             multiply(s, 0, 0, a[0], all);
             multiply(s, 0, 1, a[0], all);
             multiply(s, 1, 0, a[1], all);
-            wait_for_copies<Room::stages - 3>();
+            wait_for_copies<Shape::stages - 3>();
             __syncthreads();       // all have the next stage, and are done with the one before this
-            if (s + Room::stages - 1 < n_stages) fetch(s + Room::stages - 1);
+            if (s + Shape::stages - 1 < n_stages) fetch(s + Shape::stages - 1);
             copy_commit();
             decode(s + 1, 0, a[0]);                    // after the last stage: an old one, discarded
             multiply(s, 1, 1, a[1], all);
@@ -4184,13 +4182,13 @@ experts_kernel(const __grid_constant__ Experts o) {
 #pragma unroll
     for (int n = 0; n < 2 * ROW_TILES; n++)
         for (int i = 0; n < 2 * n_row_tiles && i < 4; i++)
-            results[(8 * n + 2 * k + i % 2) * Room::stride + MMA_ROWS * warp + t + i / 2 * 8] =
+            results[(8 * n + 2 * k + i % 2) * Shape::stride + MMA_ROWS * warp + t + i / 2 * 8] =
                 activate(o.fn, factor[0] * sum[0][n][i]) * (factor[1] * sum[1][n][i]);
     __syncthreads();                                   // results are there
-    constexpr int QUADS = MMA_ROWS * Room::warps / 4;
-    for (int i = thread; i < 16 * n_row_tiles * QUADS; i += Room::threads) {   // the 8 lanes of a group stay together
+    constexpr int QUADS = MMA_ROWS * Shape::warps / 4;
+    for (int i = thread; i < 16 * n_row_tiles * QUADS; i += Shape::threads) {   // the 8 lanes of a group stay together
         const int r = i / QUADS, c = i % QUADS * 4;
-        const float4 v = *(const float4 *)(results + r * Room::stride + c);
+        const float4 v = *(const float4 *)(results + r * Shape::stride + c);
         const bool there = r < tile.n && block_feature + c < o.rows;
         const size_t to = (size_t)pair_of[r] * o.rows + block_feature + c;
         if (o.out.f && there) *(float4 *)(o.out.f + to) = v;
@@ -4230,8 +4228,9 @@ template <bool LARGE, bool WIDE> static ExpertsPlan experts_plan_of(DType t) {
     switch (t) {
 #define CASE(T, ...) \
     case T: { \
-        typedef ExpertsRoom<T, LARGE, WIDE> Room; \
-        return (ExpertsPlan){ experts_kernel<T, LARGE, WIDE>, Room::pairs, Room::warps, Room::stages, Room::bytes }; \
+        typedef ExpertsShape<T, LARGE, WIDE> Shape; \
+        return (ExpertsPlan){ experts_kernel<T, LARGE, WIDE>, Shape::pairs, Shape::warps, Shape::stages, \
+                              Shape::bytes }; \
     }
     QUANTISED_TYPES(CASE) FLOAT_TYPES(CASE)
 #undef CASE
@@ -4241,7 +4240,7 @@ template <bool LARGE, bool WIDE> static ExpertsPlan experts_plan_of(DType t) {
 
 // Wide blocks where two of them fit on an SM; large tiles where experts have enough rows.
 static ExpertsPlan experts_plan(DType t, bool large) {
-    const bool wide = 2 * ((int)WIDE_ROOM + (int)BLOCK_SYSTEM) <= cuda.card.sm_shared;
+    const bool wide = 2 * ((int)WIDE_SHARED + (int)BLOCK_SYSTEM) <= cuda.card.sm_shared;
     return large ? wide ? experts_plan_of<true, true>(t) : experts_plan_of<true, false>(t)
                  : wide ? experts_plan_of<false, true>(t) : experts_plan_of<false, false>(t);
 }
@@ -4552,10 +4551,6 @@ __device__ static inline int tied_place(int i, int head_dim, int n_rot) {
 // values; the number of pairs that RoPE rotates is a multiple of 4.
 template <int M> struct HeadValues { float4 lo[M], hi[M]; };
 
-__device__ static inline float4 times(float4 a, float4 b) {
-    return make_float4(__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w));
-}
-
 template <int M> __device__ static inline void head_load(HeadValues<M> &x, const float *from, int half) {
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -4581,11 +4576,11 @@ template <int M> __device__ static inline void head_norm(HeadValues<M> &x, const
     for (int m = 0; m < M; m++) {
         const int i = 4 * (threadIdx.x % 32) + 128 * m;
         const float4 all = make_float4(scale, scale, scale, scale);
-        x.lo[m] = times(x.lo[m], all);
-        x.hi[m] = times(x.hi[m], all);
+        x.lo[m] = multiply4(x.lo[m], all);
+        x.hi[m] = multiply4(x.hi[m], all);
         if (!w || i >= half) continue;
-        x.lo[m] = times(x.lo[m], *(const float4 *)(w + i));
-        x.hi[m] = times(x.hi[m], *(const float4 *)(w + i + half));
+        x.lo[m] = multiply4(x.lo[m], *(const float4 *)(w + i));
+        x.hi[m] = multiply4(x.hi[m], *(const float4 *)(w + i + half));
     }
 }
 
@@ -4630,7 +4625,7 @@ template <int M, typename F> __device__ static inline void head_each(const HeadV
 
 // Values i .. i + 3 of a query. Tied: the part of K without RoPE is r * fold; q is multiplied with fold instead.
 __device__ static inline float4 folded(int n_rot, const float *fold, int half, int i, float4 v) {
-    return n_rot && (i < half ? i : i - half) >= n_rot ? times(v, *(const float4 *)(fold + i)) : v;
+    return n_rot && (i < half ? i : i - half) >= n_rot ? multiply4(v, *(const float4 *)(fold + i)) : v;
 }
 
 static __device__ inline void dump_head(float *dump, size_t at, const HeadValues<2> &x, int half) {
@@ -4641,12 +4636,12 @@ static __device__ inline void dump_head(float *dump, size_t at, const HeadValues
 HOST_DEVICE static inline int groups_of(const KvPlane &p) { return kv_group(p.type) ? p.dim / KV_ROTATION : 1; }
 
 // Shared memory of a warp that rotates and encodes a head.
-typedef struct { float y[512]; uint8_t code[KV_ROTATION]; } StoreRoom;
+typedef struct { float y[512]; uint8_t code[KV_ROTATION]; } StoreSmem;
 
 // Writes a row of K or V (of a quantised plane: one group of it) to its slot and to the tail. x: the head.
 template <bool CODED, int M>
 __device__ static inline void store_row(const HeadValues<M> &x, const Cache &c, const Cache &dst, bool is_k, int seq,
-                                        int h, int slot, int tail_slot, int group, StoreRoom *room) {
+                                        int h, int slot, int tail_slot, int group, StoreSmem *room) {
     const KvPlane &p = is_k ? dst.k : dst.v;
     const int half = c.head_dim / 2, lane = threadIdx.x % 32;
     char *row = kv_row(dst, p, seq, h, slot);
@@ -4681,14 +4676,14 @@ template <bool CODED>
 __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool staged) {
     wait_for_previous_kernel();
     __shared__ __align__(16) float angles[512];
-    __shared__ __align__(16) StoreRoom rooms[CODED ? 4 : 1];
+    __shared__ __align__(16) StoreSmem rooms[CODED ? 4 : 1];
     const int hd = c.head_dim, half = hd / 2, r = blockIdx.x, n_q = o.q ? o.n_heads : 0, n_kv = o.k ? c.n_kv_heads : 0;
     const int job = blockIdx.y * 4 + threadIdx.x / 32, k_jobs = n_kv * (CODED ? groups_of(dst.k) : 1);
     const int v_jobs = n_kv * (CODED ? groups_of(dst.v) : 1);
     const Row row = b.rows[r];
     const Segment seg = b.segs[row.seg];
     const int len = b.len[seg.seq], pos = len + row.depth;
-    StoreRoom *room = &rooms[CODED ? threadIdx.x / 32 : 0];
+    StoreSmem *room = &rooms[CODED ? threadIdx.x / 32 : 0];
     for (int i = threadIdx.x; i < o.rope.n_pairs; i += blockDim.x)
         angle_of(o.rope.inv_freq[i], pos, &angles[i], &angles[half + i]);
     __syncthreads();
@@ -4784,8 +4779,8 @@ __global__ void kv_move_kernel(Batch b, const __grid_constant__ Caches caches, c
     }
 }
 
-// kv_lengths: adds the accepted tokens to counts and len, after all kernels that read len.   launch: grid n_segs, block
-// 32
+// kv_lengths: adds the accepted tokens to counts and len, after all kernels that read len.
+//   launch    grid n_segs, block 32
 __global__ void kv_lengths_kernel(Batch b, const int32_t *n_accept, const int32_t *path, int32_t *counts, int vocab) {
     wait_for_previous_kernel();
     const Segment seg = b.segs[blockIdx.x];
@@ -4857,8 +4852,8 @@ static void cuda_kv_copy(const KvCopy *o) {
 //     split      0   |    1   |    2   |    0   |    1   |   2
 //     seen           |     x  |  x  x  |  x  x  |  x  x  |            spans_of: first 1, n 4, first_split 1, live 3
 //
-//     split 1: spans 1 and 4, its tiles are number 0..3 = 2, 3, 8, 9; it begins at number 1   (split_tiles: from 1, to
-//     4)
+//     Split 1 has spans 1 and 4. Its tiles number 0, 1, 2, 3 are tiles 2, 3, 8, 9, of which it computes 1, 2, 3
+//     (split_tiles: span 1, from 1, to 4).
 //
 // Prompts use flash_kernel, with one split. Other steps use one of three kernels: attend_half_kernel on tensor cores
 // for caches in f16, attend_coded_kernel for caches of quantised types (which flash_kernel reads as well),
@@ -5251,8 +5246,7 @@ __device__ static inline void make_angles(const AttendTask &a, const AttendBlock
 }
 
 // Makes the columns of q (to q_hi and q_lo) and the new rows of K and V of the block's split (to new_rows, and to the
-// cache
-// if this block has the query of that row).   next_job: the values of the warp's first job
+// cache if this block has the query of that row).   next_job: the values of the warp's first job
 template <int HD, int NC>
 __device__ static inline void make_rows(const AttendTask &a, const AttendBlock &b, const KeyRange &s,
                                         const AttendSmem<HD, NC> &smem, const RowMask *masks, JobValues<HD> &next_job) {
@@ -5512,9 +5506,8 @@ __device__ static inline void store_columns(const AttendTask &a, int n_columns, 
 }
 
 // Stores the result of a block for the columns of a run of rows: to out if this block has all splits or is the last one
-// and
-// combines them, else values and stats.   put(where): writes the values of a column to where(column), NULL: nowhere;
-// rotated: they are Hadamard-rotated
+// and combines them, else values and stats.   put(where): writes the values of a column to where(column), NULL:
+// nowhere; rotated: they are Hadamard-rotated
 template <int HD, int NC, typename Put>
 __device__ static inline void finish_columns(const AttendTask &a, const AttendBlock &b, const KeyRange &s,
                                              const RowMask *rows,
@@ -5934,9 +5927,8 @@ __device__ static inline void flash_scores(float (&s)[M][4][4], const __half *k,
 }
 
 // flash_send_half writes the partial scores of the lines that the warp of the other half keeps. After a barrier of the
-// block,
-// flash_add_half adds what this warp received: the first OWN lines of s become complete scores.   room (TILES, 2, 4,
-// 32)
+// block, flash_add_half adds what this warp received: the first OWN lines of s become complete scores.
+//   room      (TILES, 2, 4, 32) Exchange
 template <int HD, int N>
 __device__ static inline void flash_send_half(const Flash<HD, N> &f, const float (&s)[Flash<HD, N>::M][4][4],
                                               char *room) {
@@ -6068,8 +6060,8 @@ __device__ static inline void flash_values(float (&acc)[4][8][4], const __half *
     }
 }
 
-// Stores the lines of a run: acc divided by the sums.   o (STORED, HD + ROW_PAD), in the place of q and tiles; sums (2,
-// FLASH_LINES)
+// Stores the lines of a run: acc divided by the sums.
+//   o (STORED, HD + ROW_PAD), in the place of q and tiles; sums (2, FLASH_LINES)
 template <int HD, int N, bool CODED>
 __device__ static inline void flash_store(const FlashTask &a, const Flash<HD, N> &f, const FlashRun &s, int r0,
                                          const float (&acc)[4][8][4], float (&sum)[Flash<HD, N>::OWN], float *sums,
@@ -6123,8 +6115,7 @@ __device__ static inline void flash_store(const FlashTask &a, const Flash<HD, N>
 //   launch    grid (ceil(n_rows / rows), n_kv_heads), block Flash::THREADS, dynamic shared memory Flash::bytes
 //   CODED     the cache is quantised: tiles are decoded before they are used, from codes prefetched a tile ahead if
 //             `prefetches`
-//   LISTED    only the tiles of listed blocks, in their order; if all blocks are listed, the bits of the unlisted
-//             kernel
+//   LISTED    only the tiles of listed blocks, in their order; if all are listed, the bits of the unlisted kernel
 //   traffic   every visible key once for FLASH_LINES lines, 2 * (N_K + HD) B for 4 * HD FLOP a line. Neighbouring
 //             blocks read the same keys and share them in L2
 //   numerics  q in f16, scores on tensor cores with f32 sums, the HALVES of the dims added. Online softmax in f32, by
@@ -6132,14 +6123,14 @@ __device__ static inline void flash_store(const FlashTask &a, const Flash<HD, N>
 //             Lines do not mix: a row's result depends only on what it sees
 //   see       cpu_attend
 //
-// One tile, f16. A copy runs from its start until the wait for it; V has one buffer, or two if n_v is 2:
+// One tile of an untied f16 cache with HALVES 2; the arrows are copies, from their start to the wait for them:
 //
-//     wait K(i)   scores        add the halves   softmax     wait V(i)   output += weights V
-//     | start V(i) -------------------------------------------^          |
-//     |                     | start K(i + 1) ---------------------------- until the next tile
+//     steps    wait K(i) | scores | send | barrier | add, mask, softmax | wait V(i) | output += weights V | next tile
+//     V(i)              >------------------------------------------------->
+//     K(i + 1)                                    >---------------------------------------------------------->
 //
-// K(i + 1) may overwrite K(i) after the first barrier that follows the last read of K(i). With n_v = 2 (tied: scores
-// read V too), V(i + 1) starts where V(i) does here.
+// K(i + 1) may overwrite K(i) after the first barrier that follows the last read of K(i). Tied caches (n_v 2) have two
+// buffers for V, because scores read V too: there V(i + 1) starts where V(i) does here.
 template <int HD, int N, int N_K, bool CODED, bool LISTED>
 __global__ void __launch_bounds__(Flash<HD, N>::THREADS, 256 / Flash<HD, N>::THREADS)
     flash_kernel(const __grid_constant__ FlashTask a) {
@@ -6627,8 +6618,8 @@ static bool launch_attend(AttendTask *t, const Attend *o, AttendShape shape, boo
     if (is_coded(c))
         launch(WRITES_ACTIVATIONS, attend_coded_of(hd), grid, ATTEND_THREADS, shared, coded_task(t, o, with_flash));
     else
-        launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc, shape.fused == FUSED_ROWS), grid, ATTEND_THREADS,
-               shared, *t);
+        launch(WRITES_ACTIVATIONS | WRITES_CACHE, attend_half_of(hd, nc, shape.fused == FUSED_ROWS), grid,
+               ATTEND_THREADS, shared, *t);
     return t->joins || n_splits == 1;
 }
 

@@ -416,8 +416,7 @@ __device__ static inline void softmax_subtile(WarpSums<HD> &x, const float (&s)[
 // ==== [5] Values of 16 keys, one warp's keys =========================================================================
 
 // Integers of 8 N values from d on: of keys 2k and 2k + 1 in pairs (v[0]), and of keys 2k + 8 and 2k + 9 (v[1]); the
-// values
-// that a lane has, as in WarpSums.   rows: the four keys; shared: as in read_keys; f16 is returned as it is
+// values that a lane has, as in WarpSums.   rows: the four keys; shared: as in read_keys; f16 is returned as it is
 template <KvType T, int N>
 __device__ static inline void read_values(const CodedRow (&rows)[4], const char *shared, int d, const Tables &tables,
                                           unsigned (&v)[2][N]) {
@@ -648,13 +647,11 @@ __device__ static inline void attend_warp(const CodedTask &c, const AttendBlock 
 // Each warp multiplies its acc with exp2(its top - the top of all warps). Shared memory holds half of the dims, so
 // there are two rounds. In each, warps write and then all threads add, in the order of the warps:
 //
-//     found[warp][column][d]             lane (t, k) writes columns 2k, 2k + 1; with run = 4, HD = 512, first round:
-//         d =    0 1 2 3   4 5 6 7   ...  28 29 30 31   32 33 34 35   ...
-//         t =    0 0 0 0   1 1 1 1         7  7  7  7    0  0  0  0        its acc i: place i / run * 8 run + t run + i
-//         % run
+//     found[warp][column][d]: lane (t, k) writes its columns 2k and 2k + 1; the t that writes d, for run = 4:
+//         d      0 1 2 3   4 5 6 7   ...   28 29 30 31   32 33 34 35   ...
+//         t      0 0 0 0   1 1 1 1          7  7  7  7    0  0  0  0           d = i / run * 8 run + t run + i % run
 //     barrier
-//     where(column)[d .. d + 3] = found[0][column] + found[1][column] + ... + found[7][column]      one thread, 4
-//     values
+//     where(column)[d .. d + 3] = found[0][column] + found[1][column] + ... + found[7][column], one thread for each
 template <int HD, typename Where>
 __device__ static inline void join_warps(WarpSums<HD> &x, int run, Columns<CODED_COLUMNS> &c, float *found,
                                          Where where) {

@@ -124,8 +124,8 @@ static bool find_device(void) {
                     device_name(), major, device_attribute(cudaDevAttrComputeCapabilityMinor), LEAST_MAJOR);
     } else if (e == cudaErrorInsufficientDriver) {     // the driver is too old, or missing: version 0
         if (cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess && driver)
-            fprintf(stderr, "# cuda: the driver supports CUDA %d.%d, but this program was built with CUDA %d.%d: no GPU "
-                    "is used; update the driver, or build with an older toolkit\n",
+            fprintf(stderr, "# cuda: the driver supports CUDA %d.%d, but this program was built with CUDA %d.%d: no "
+                    "GPU is used; update the driver, or build with an older toolkit\n",
                     driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     } else if (e != cudaSuccess && e != cudaErrorNoDevice) {
         fprintf(stderr, "# cuda: %s: no GPU is used\n", cudaGetErrorString(e));
