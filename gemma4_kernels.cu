@@ -2361,33 +2361,43 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_floats_kernel(const __gri
 }
 
 // ---- 3 to 64 rows: tensor cores -------------------------------------------------------------------------------------
-// From MANY_ROWS rows on a block takes 64 or 32 features of a matrix and all rows of the step, so that a weight is read
-// once whatever their number. Its first 8 warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8
-// = w, ascending, and at the end the slices meet in the order given above. So the bits are those of few rows.
+// From MANY_ROWS rows on, a block computes 64 or 32 features of a matrix for all rows of the step, so a weight is read
+// once for all of them. Its 8 consumer warps are the 8 slices of a sum: warp w multiplies the groups g with g mod 8 =
+// w, ascending; at the end the slices are added in the order given above. So the bits are those of few rows.
 //
-// Weights come through a ring of stages in shared memory, each 8 groups of 64 features, one for each warp, and the same
-// groups of the rows; or, where 64 features would not reach all SMs, 16 groups of 32 features (`deep`). Two more warps
-// copy them, one stage each in turn (feed), and do nothing else: what to copy is found out once per stage and not by
-// every warp, and beside the arithmetic instead of before it. Nobody waits for all of the block: a copying warp waits
-// until the 8 have used what its stage overwrites, each of these until its stage is there. Blocks take their pieces in
-// turn, and the copies of the next piece are under way while this one ends. Weights that do not depend on the choice of
-// experts are asked for before take_turn().
+// Two producer warps copy weights and rows to a pipeline buffer in shared memory. A stage holds one octet of 64
+// features and the same octet of the rows. If 64 features would not reach all SMs, it holds two octets of 32 features
+// (`deep`); if a stage would be too large, it may hold one octet of 32 features (`half`).
 //
-// Experts: each block lists which of them the rows chose, and with each the rows that did; a piece is one expert's,
-// with all of its rows, up to 8 NT; NT follows what an expert has, and the matrix that runs beside takes its rows as
-// many at a time. JOB_DOWN: a block takes 64 features and every so manieth of the listed experts, and leaves the
-// product of every pair in global memory; the last of the blocks with the same features adds up each row's pairs, j
-// ascending, whoever made them.
+//     stage      record of feature 0, of feature 1, ... of feature 63; then the rows: int8 values, scales
+//     consumer   warp w reads group w of every record and of every row
+//     producer   warp 8 copies steps 0, 2, 4, ... and warp 9 steps 1, 3, 5, ... of all work items of the block
+//     full[s]    barrier: the copies to stage s are complete       consumers wait, the producer's 32 lanes arrive
+//     empty[s]   barrier: all 8 consumers have used stage s        the producer waits, consumers arrive
+//
+// Sums have their own shared memory, or (IN_STAGE) use the stage of the last step of a work item. Then that stage is
+// empty only after the sums have been read; meanwhile the producers fill the other stages with the next work item.
+//
+// No barrier stops the whole block, addresses are computed once per stage, and the copies of the next work item run
+// while this one ends. A block computes its work items one after the other. Weights that do not depend on chosen
+// experts are copied before wait_for_previous_kernel().
+//
+// Experts: each block lists the chosen experts, each with the rows that chose it. A work item is one expert with up to
+// 8 NT of its rows; NT fits the rows that an expert has on average. Another matrix in the same launch takes as many
+// rows at a time. JOB_DOWN: a block computes 64 features (half: 32) of every n-th listed expert, n = expert_splits, and
+// writes the product of every pair to global memory. The last block with these features adds up the pairs of each row,
+// j ascending.
 
-enum { TILE_WARPS = 8, TILE_THREADS = 32 * TILE_WARPS, COPY_WARPS = 2, TILE_BLOCK = TILE_THREADS + 32 * COPY_WARPS,
-       TILE_STAGES = 4, TILE_EXPERTS = TILE_THREADS, INPUT_PITCH = 8 * 32 + 16,
+enum { CONSUMER_WARPS = 8, CONSUMER_THREADS = 32 * CONSUMER_WARPS, PRODUCER_WARPS = 2,
+       TILE_BLOCK = CONSUMER_THREADS + 32 * PRODUCER_WARPS,
+       TILE_STAGES = 4, TILE_EXPERTS = CONSUMER_THREADS, INPUT_PITCH = 8 * 32 + 16,
        ROW_AREA = 8 * (INPUT_PITCH + 8 * (int)sizeof(float)),
-       SUMS_PITCH = 68, SUMS_BYTES = TILE_WARPS * 8 * SUMS_PITCH * 4,
-       TILE_STATIC = 512,     // shared memory of tile_kernel that is not dynamic, at most
-       FEW_ROUNDS = 8 };      // pieces of a block
+       SUMS_PITCH = 68, SUMS_BYTES = CONSUMER_WARPS * 8 * SUMS_PITCH * 4,
+       TILE_STATIC = 512,     // static shared memory of tile_kernel, at most
+       FEW_ITEMS = 8 };       // work items of a block
 
-// How 8 groups of one feature lie in a stage: its planes behind each other (lo at 0), each from the 16 bytes on in
-// which it begins. An odd number of 16 bytes in all, so that 8 features fall on different banks.
+// How an octet of one feature lies in a stage: one plane after the other (lo at 0), copied from the multiple of 16
+// bytes at or before its first byte. The size is an odd number of 16 bytes, so that 8 features use different banks.
 typedef struct { int hi, head, sup, size; } Record;
 
 __host__ __device__ static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
@@ -2405,90 +2415,98 @@ __host__ __device__ static constexpr Record record_of(DType t) {
     return r;
 }
 
-typedef struct {              // a launch
+typedef struct {              // the parameters of a launch
     Jobs   jobs;
-    int    record[MAX_JOBS];  // bytes; 0: a matrix of floats
-    int    features[MAX_JOBS];                 // of the result that a piece makes
-    bool   deep[MAX_JOBS];    // the second half of a stage is the next octet, not 32 features more (JOB_GATED: of up)
-    bool   half[MAX_JOBS];    // deep, and a stage has no second half
-    int    tiles[MAX_JOBS];   // pieces of a matrix
-    int    at_once, chunks;   // beside experts: rows of another matrix's piece, pieces of the same features; else 0, 1
-    bool   floats;            // there are such
+    int    record[MAX_JOBS];  // bytes of a record; 0: a float matrix
+    int    features[MAX_JOBS];                 // of the result, in a work item
+    bool   deep[MAX_JOBS];    // the second half of a stage is the next octet; else 32 more features (JOB_GATED: of up)
+    bool   half[MAX_JOBS];    // half stages: `deep`, without the second half
+    int    items[MAX_JOBS];   // work items of a matrix, for one chunk of rows
+    int    rows_at_once, row_chunks;           // a matrix next to experts: rows of an item, chunks; else 0, 1
+    bool   floats;            // there are float matrices
     int    expert_job, n_pairs;                // -1: none
-    int    runs;              // JOB_DOWN: blocks that share the experts of the same features; else 0
+    int    expert_splits;     // JOB_DOWN: blocks that share the experts of the same features; else 0
     float *results;           // JOB_DOWN: (n_pairs, rows)
-    int   *arrived;           // JOB_DOWN: (tiles) 0 between launches
-    int    stages, stage_bytes;                // of the ring
-    int    sums_at, lists_at, ring_at;         // what follows it in shared memory
+    int   *arrived;           // JOB_DOWN: (items) 0 between launches
+    int    stages, stage_bytes;                // of the pipeline buffer, which is at 0
+    int    sums_at, lists_at, barriers_at;     // offsets in shared memory
 } Tiling;
 
-// The pairs of row and expert of a launch, by expert, as lists in shared memory. An entry is an expert with as many of
-// its pairs as a piece has rows; there may be several of one expert.
+// The pairs (row, expert) of a launch, sorted by expert, as lists in shared memory. An entry is an expert with as many
+// of its pairs as a work item has rows; an expert may have several entries. Example: 4 rows with 2 experts each, 2
+// pairs at once:
+//
+//     ids           row 0: 5 2   row 1: 2 7   row 2: 2 5   row 3: 7 2          pair p = 2 * row + j
+//     LIST_PAIR     1  2  4  7 | 0  5 | 3  6                                   expert 2, 5, 7
+//     LIST_EXPERT   2     2      5      7                                      4 entries: LIST_SIZE
+//     LIST_FIRST    0     2      4      6      8
 typedef enum {
     LIST_PAIR,                // row * n_used + j
-    LIST_ROW,                 // the row of the input that goes with it
-    LIST_EXPERT, LIST_FIRST,  // of entry u: its expert, where its pairs begin; they end where the next entry's begin
-    LIST_SIZE                 // (1) entries
+    LIST_ROW,                 // the row of the input
+    LIST_EXPERT, LIST_FIRST,  // of an entry: its expert, its first pair; the next entry's first pair ends it
+    LIST_SIZE                 // (1) number of entries
 } List;
 __device__ static inline uint16_t *list_of(const Tiling &t, List list) {
     return (uint16_t *)(shared_bytes + t.lists_at) + list * (t.n_pairs + 1);
 }
 
-typedef struct {              // what a block does at a time
+typedef struct {              // a work item of a block
     int job, first;           // first feature
-    int expert;               // 0 without experts
-    int from, n;              // rows, or places in the lists of pairs
-    bool last;                // JOB_DOWN: the last expert of this run
-} Piece;
+    int expert;               // 0 if there are no experts
+    int from, n;              // rows, or positions in LIST_PAIR
+    bool last;                // JOB_DOWN: the last expert of this split
+} TileItem;
 
-typedef struct { int item, part, stride; } Walk;       // a block's way through its pieces: every so manieth
+typedef struct { int next, split, stride; } ItemCursor;        // a block's next work item, one of every `stride`
 
-// How many blocks share the experts of the same features: none has nothing to do.
-__device__ static inline int runs_of(const Tiling &t) { return min(t.runs, (int)*list_of(t, LIST_SIZE)); }
-
-__device__ static inline int pieces_of(const Tiling &t, int k) {
-    if (k != t.expert_job) return t.tiles[k] * t.chunks;
-    return t.tiles[k] * (t.runs ? runs_of(t) : *list_of(t, LIST_SIZE));
+// Blocks that share the experts of the same features; each of them has an expert.
+__device__ static inline int expert_splits_of(const Tiling &t) {
+    return min(t.expert_splits, (int)*list_of(t, LIST_SIZE));
 }
 
-__device__ static inline bool next_piece(const Tiling &t, Walk *w, Piece *p) {
-    int i = w->item, k = 0;
+__device__ static inline int items_of_job(const Tiling &t, int k) {
+    if (k != t.expert_job) return t.items[k] * t.row_chunks;
+    return t.items[k] * (t.expert_splits ? expert_splits_of(t) : *list_of(t, LIST_SIZE));
+}
+
+__device__ static inline bool next_item(const Tiling &t, ItemCursor *w, TileItem *p) {
+    int i = w->next, k = 0;
     for (;; k++) {
         if (k == t.jobs.n) return false;
-        const int n = pieces_of(t, k);
+        const int n = items_of_job(t, k);
         if (i < n) break;
         i -= n;
     }
     const Job &o = t.jobs.job[k];
     const bool experts = k == t.expert_job;
-    int entry = experts || t.at_once ? (unsigned)i / (unsigned)t.tiles[k] : 0;
-    *p = (Piece){ k, (i - entry * t.tiles[k]) * t.features[k], 0, 0, o.n_rows, true };
-    if (t.at_once) p->from = entry * t.at_once, p->n = min(t.at_once, o.n_rows - p->from);
+    int entry = experts || t.rows_at_once ? (unsigned)i / (unsigned)t.items[k] : 0;
+    *p = (TileItem){ k, (i - entry * t.items[k]) * t.features[k], 0, 0, o.n_rows, true };
+    if (t.rows_at_once) p->from = entry * t.rows_at_once, p->n = min(t.rows_at_once, o.n_rows - p->from);
     if (experts) {
-        if (t.runs) {                                  // a run is every so manieth entry
-            const int runs = runs_of(t);
-            entry += w->part * runs;
-            p->last = entry + runs >= *list_of(t, LIST_SIZE);
+        if (t.expert_splits) {                         // a split has every n-th entry
+            const int expert_splits = expert_splits_of(t);
+            entry += w->split * expert_splits;
+            p->last = entry + expert_splits >= *list_of(t, LIST_SIZE);
         }
         const uint16_t *first = list_of(t, LIST_FIRST) + entry;
         p->expert = list_of(t, LIST_EXPERT)[entry];
         p->from = first[0];
         p->n = first[1] - first[0];
     }
-    if (p->last) w->item += w->stride, w->part = 0;
-    else w->part++;
+    if (p->last) w->next += w->stride, w->split = 0;
+    else w->split++;
     return true;
 }
 
-// What list_pairs needs beside the lists: for each 32 pairs how many of them are an expert's, then how many come
-// before; where an expert's pairs begin; of each pair its expert, and its number among those of its 32.
+// Shared memory that list_pairs needs besides the lists: for each set of 32 pairs, how many pairs of an expert it has,
+// then how many precede it; where an expert's pairs begin; of each pair its expert, and its number in the set.
 __host__ __device__ static constexpr int sets_of_pairs(int n_pairs) { return (n_pairs + 31) / 32; }
-__host__ __device__ static constexpr int list_room(int n_pairs) {
+__host__ __device__ static constexpr int list_bytes(int n_pairs) {
     return (int)sizeof(uint16_t) * (TILE_EXPERTS * (sets_of_pairs(n_pairs) + 1) + 32 * sets_of_pairs(n_pairs));
 }
 
-// The lists, the same in every block. A warp finds out which of 32 pairs have the same expert, thread e adds up those
-// of expert e. counts: list_room() bytes, the counts among them 0.
+// Makes the lists; every block makes the same. A warp finds which of 32 pairs have the same expert; thread e adds up
+// expert e. counts: list_bytes() bytes, of which the counts are 0.
 __device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t *counts) {
     __shared__ unsigned sums[TILE_BLOCK / 32];
     const Job &o = t.jobs.job[t.expert_job];
@@ -2544,39 +2562,41 @@ __device__ static inline void list_pairs(const Tiling &t, int at_once, uint16_t 
         list_of(t, LIST_PAIR)[at] = i;
         list_of(t, LIST_ROW)[at] = o.kind == JOB_DOWN ? i : i / o.n_used;
     }
-    __syncthreads();                                   // every thread reads them, and counts may be overwritten
+    __syncthreads();                                   // all threads read the lists, and counts may be overwritten
 }
 
-// Number of the planes' row that holds the first of 32 features of a piece, half 0 or 1.
-__device__ static inline unsigned piece_row(const Job &o, const Piece &p, int half) {
+// The row of the planes with the first of 32 features of a work item, half 0 or 1.
+__device__ static inline unsigned item_row(const Job &o, const TileItem &p, int half) {
     const unsigned first = (unsigned)(p.expert * o.rows_e) + p.first;
     if (!half) return first;
     return first + (o.kind == JOB_GATED ? (unsigned)o.up_first : 32);
 }
 
-// ---- copies ----
+// ---- copies: producer warps ----
 
-// Lanes that say for their warp that it has used a stage, behind a __syncwarp. With all 32 steps of 4 and 8 rows take 5
-// % longer; compute-sanitizer's racecheck believes no lane that does not say so itself, so `make sanitize` sets 32.
+// Lanes of a consumer warp that arrive at `empty`, after a __syncwarp. If all 32 did, steps of 4 and 8 rows would take
+// 5 % longer. compute-sanitizer's racecheck only knows lanes that arrive themselves, so `make sanitize` sets 32.
 #ifndef ARRIVING_LANES
 #define ARRIVING_LANES 1
 #endif
 
-// For each place in the ring: its stage is there; the 8 warps have used it.
-typedef struct { uint64_t there[TILE_STAGES], used[TILE_STAGES]; } Ring;
-__device__ static inline Ring *ring_of(const Tiling &t) { return (Ring *)(shared_bytes + t.ring_at); }
+// For each stage: its copies are complete; all consumers have used it.
+typedef struct { uint64_t full[TILE_STAGES], empty[TILE_STAGES]; } StageBarriers;
+__device__ static inline StageBarriers *barriers_of(const Tiling &t) {
+    return (StageBarriers *)(shared_bytes + t.barriers_at);
+}
 
-typedef struct {              // how far a copying warp is
-    Walk walk;
-    int  stage;               // of its next in the piece that comes next
-    int  place;               // its place in the ring
-    bool used;                // which held another stage before
-    unsigned parity;          // of the round in which it did
-} Feed;
+typedef struct {              // the position of a producer warp
+    ItemCursor cursor;
+    int  step;                // its next step in the next work item
+    int  stage;               // the stage for it
+    bool reused;              // this stage held another step before
+    unsigned parity;          // of the round of the buffer in which it did
+} Producer;
 
-// How a plane of a type comes into a stage: of each feature `octet` bytes, 16 by each of `lanes` lanes, `at_once`
-// features at once. Rows may begin anywhere: whole 16 bytes are copied, so what lies before a stage's bytes comes
-// along.
+// How a plane is copied to a stage: `octet` bytes of each feature, 16 bytes by each of `lanes` lanes, `at_once`
+// features at once. Rows may begin anywhere, but whole 16 bytes are copied, so some bytes before the octet are copied
+// as well.
 typedef struct { int octet, at, lanes, at_once; bool aligned; } CopyShape;
 __host__ __device__ static constexpr CopyShape copy_shape(DType type, int plane) {
     const Record r = record_of(type);
@@ -2592,33 +2612,34 @@ __host__ __device__ static constexpr CopyShape copy_shape(DType type, int plane)
     return p;
 }
 
-// What a lane copies of a plane: of features f, f + at_once, ... of both halves of a stage.
+// What a lane copies of a plane: features f, f + at_once, ... of both halves of a stage.
 template <DType T, int PLANE> struct PlaneCopy {
-    const uint8_t *from[2];   // of the first of them, in the warp's next stage
+    const uint8_t *from[2];   // of the first of them, in the warp's next step
     unsigned apart;           // bytes from one to the next
-    int      left;            // bytes from that stage to the end of a row
+    int      left;            // bytes from that step to the end of a row
 };
 template <DType T, int PLANE>
-__device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const Piece &p, bool deep, bool half,
-                                         int stage) {
+__device__ static inline void begin_copy(PlaneCopy<T, PLANE> *c, const Job &o, const TileItem &p, bool deep, bool half,
+                                         int step) {
     constexpr CopyShape shape = copy_shape(T, PLANE);
-    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE], done = (deep && !half ? 2 : 1) * stage * shape.octet;
+    const int lane = threadIdx.x % 32, bytes = o.row_bytes[0][PLANE];
+    const int done = (deep && !half ? 2 : 1) * step * shape.octet;
     c->apart = shape.at_once * bytes;
     c->left = bytes - done;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const Planes &w = h && o.kind == JOB_GATED ? o.up : o.w;
-        c->from[h] = (&w.lo)[PLANE] + (size_t)(piece_row(o, p, h && !deep) + lane / shape.lanes) * bytes + done +
+        c->from[h] = (&w.lo)[PLANE] + (size_t)(item_row(o, p, h && !deep) + lane / shape.lanes) * bytes + done +
                      (h && deep ? shape.octet : 0) + lane % shape.lanes * 16;
     }
 }
-// Asks for a stage of it and goes on to the warp's next one. there: features of each half that there are.
-template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, bool deep, bool half,
-                                                                       const int there[2]) {
+// Starts the copies of a step and advances to the warp's next one. there: features that exist in each half.
+template <DType T, int PLANE>
+__device__ static inline void copy_plane(PlaneCopy<T, PLANE> *c, char *to, bool deep, bool half, const int there[2]) {
     constexpr CopyShape shape = copy_shape(T, PLANE);
     if (!shape.octet) return;
     const int lane = threadIdx.x % 32, first = lane / shape.lanes, chunk = lane % shape.lanes * 16;
-    const int on = (deep && !half ? 2 : 1) * COPY_WARPS * shape.octet;
+    const int on = (deep && !half ? 2 : 1) * PRODUCER_WARPS * shape.octet;
     char *at = to + first * record_of(T).size + shape.at + chunk;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -2636,51 +2657,58 @@ template <DType T, int PLANE> __device__ static inline void copy_plane(PlaneCopy
     c->left -= on;
 }
 
-// A copying warp's stages of a piece: every second one, each as soon as its place in the ring is free. Rows come in
-// int8, INPUT_PITCH bytes apart, then their scales, (8 groups, 8 NT rows): a lane takes 16 bytes of every second row,
-// and a scale of every fourth. In deep stages the same follows for the next 8 groups.
-// early: take_turn() is still to come, and as many weights as the ring takes are asked for before it.
+// The steps of a producer warp in a work item: every second one, each when its stage is empty. Rows are int8,
+// INPUT_PITCH bytes apart, followed by their scales, (8 groups, 8 NT rows): a lane copies 16 bytes of every second row
+// and a scale of every fourth. `deep` steps have the same again for the next octet, except with half stages.
+//
+// early: the first work item of a block. Weights do not depend on the previous kernel, rows do. With 4 stages, warp 8
+// copies:
+//
+//     step      0         2         | wait for the        0      2      4               6
+//     stage     0         2         | previous kernel     0      2      0, when empty   2, when empty
+//     copies    weights   weights   |                     rows   rows   weights, rows   weights, rows
+//                         (*f = begin: starts again with step 0)
 template <DType T, int NT, bool HALVES>
-__device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *f, bool early) {
+__device__ static inline void produce_item(const Tiling &t, const TileItem &p, Producer *f, bool early) {
     const Job &o = t.jobs.job[p.job];
     const bool deep = t.deep[p.job], half = HALVES && t.half[p.job], listed = p.job == t.expert_job;
     const int lane = threadIdx.x % 32, n_groups = (int)((unsigned)o.cols / 32), each = deep && !half ? 16 : 8;
     const int n = div_up(n_groups, each);
     const int features = o.rows - p.first;
     const int there[2] = { min(32, features), min(32, features - (deep || o.kind == JOB_GATED ? 0 : 32)) };
-    Ring *ring = ring_of(t);
+    StageBarriers *barriers = barriers_of(t);
     PlaneCopy<T, 0> lo;
     PlaneCopy<T, 1> hi;
     PlaneCopy<T, 2> head;
     PlaneCopy<T, 3> sup;
-    begin_copy(&lo, o, p, deep, half, f->stage);
-    begin_copy(&hi, o, p, deep, half, f->stage);
-    begin_copy(&head, o, p, deep, half, f->stage);
-    begin_copy(&sup, o, p, deep, half, f->stage);
+    begin_copy(&lo, o, p, deep, half, f->step);
+    begin_copy(&hi, o, p, deep, half, f->step);
+    begin_copy(&head, o, p, deep, half, f->step);
+    begin_copy(&sup, o, p, deep, half, f->step);
     auto row_of = [&](int r) {
         const int row = listed && r < p.n ? list_of(t, LIST_ROW)[p.from + r] : p.from + r;
-        return (r < p.n ? row : 0) * n_groups + each * f->stage;
+        return (r < p.n ? row : 0) * n_groups + each * f->step;
     };
-    unsigned row[4 * NT], scale[2 * NT];               // where in the input
+    unsigned row[4 * NT], scale[2 * NT];               // offsets in the input
 #pragma unroll
     for (int i = 0; i < 4 * NT; i++) row[i] = row_of(lane / 16 + 2 * i) * 32 + lane % 16 * 16;
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) scale[i] = row_of(lane / 8 + 4 * i) + lane % 8;
     const int8_t *in_q = o.in.q;
     const float *in_s = o.in.s;
-    const Feed begin = *f;
+    const Producer begin = *f;
     int ahead = early ? min(n, t.stages) : 0, end = early ? ahead : n;
 #pragma unroll 1
     for (;;) {
-        if (f->stage >= end) {
+        if (f->step >= end) {
             if (!early) break;
             wait_for_previous_kernel();
             *f = begin, early = false, end = n;
             continue;
         }
-        char *to = shared_bytes + f->place * t.stage_bytes;
-        if (f->used) mbarrier_wait(&ring->used[f->place], f->parity);
-        if (early || f->stage >= ahead) {              // weights
+        char *to = shared_bytes + f->stage * t.stage_bytes;
+        if (f->reused) mbarrier_wait(&barriers->empty[f->stage], f->parity);
+        if (early || f->step >= ahead) {               // weights
             copy_plane(&lo, to, deep, half, there);
             copy_plane(&hi, to, deep, half, there);
             copy_plane(&head, to, deep, half, there);
@@ -2690,7 +2718,7 @@ __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *
             char *q = to + (half ? 32 : 64) * record_of(T).size;
 #pragma unroll 1
             for (int first = 0; first < each; first += 8, q += ROW_AREA * NT) {
-                const int group = each * f->stage + first;
+                const int group = each * f->step + first;
                 const bool q_there = group + lane % 16 / 2 < n_groups, s_there = group + lane % 8 < n_groups;
 #pragma unroll
                 for (int i = 0; i < 4 * NT; i++) {
@@ -2707,41 +2735,42 @@ __device__ static inline void feed_piece(const Tiling &t, const Piece &p, Feed *
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 4 * NT; i++) row[i] += COPY_WARPS * each * 32;
+            for (int i = 0; i < 4 * NT; i++) row[i] += PRODUCER_WARPS * each * 32;
 #pragma unroll
-            for (int i = 0; i < 2 * NT; i++) scale[i] += COPY_WARPS * each;
-            mbarrier_arrive_on_copies(&ring->there[f->place]);
+            for (int i = 0; i < 2 * NT; i++) scale[i] += PRODUCER_WARPS * each;
+            mbarrier_arrive_on_copies(&barriers->full[f->stage]);
         }
-        f->stage += COPY_WARPS;
-        f->place += COPY_WARPS;
-        if (f->place >= t.stages) f->place -= t.stages, f->used = true, f->parity ^= 1;
+        f->step += PRODUCER_WARPS;
+        f->stage += PRODUCER_WARPS;
+        if (f->stage >= t.stages) f->stage -= t.stages, f->reused = true, f->parity ^= 1;
     }
-    f->stage -= n;
+    f->step -= n;
 }
 
-// A copying warp's work: its stages of all pieces. early: as above. stride: of Walk.
-template <int NT, bool HALVES> __device__ static inline void feed(const Tiling &t, bool early, int stride) {
-    const int own = threadIdx.x / 32 - TILE_WARPS;
-    Feed f = { { (int)blockIdx.x, 0, stride }, own, own, false, 1 };
-    Piece p;
-    while (next_piece(t, &f.walk, &p)) {
+// A producer warp: its steps of all work items of the block. early: as above. stride: of ItemCursor.
+template <int NT, bool HALVES> __device__ static inline void produce(const Tiling &t, bool early, int stride) {
+    const int own = threadIdx.x / 32 - CONSUMER_WARPS;
+    Producer f = { { (int)blockIdx.x, 0, stride }, own, own, false, 1 };
+    TileItem p;
+    while (next_item(t, &f.cursor, &p)) {
         if (early && !t.record[p.job]) wait_for_previous_kernel(), early = false;
         switch (t.jobs.job[p.job].type) {
-#define CASE(T, ...) case T: feed_piece<T, NT, HALVES>(t, p, &f, early); break;
+#define CASE(T, ...) case T: produce_item<T, NT, HALVES>(t, p, &f, early); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
         }
         early = false;
     }
-    wait_for_copies<0>();                                       // a warp that has ended lets nothing arrive
+    wait_for_copies<0>();                              // copies must not arrive after their warp has ended
 }
 
-// ---- arithmetic ----
+// ---- arithmetic: consumer warps ----
 
-// Codes of this warp's group of 32 features, as multiply_int8 takes them. row: number of the planes' row of the first.
+// Integers of this warp's group of 32 features in the layout of multiply_int8. row: the planes' row of the first
+// feature.
 template <DType T>
-__device__ static inline void tile_codes(unsigned (*a)[4], const char *records, unsigned row, int n_groups, int stage,
+__device__ static inline void tile_codes(unsigned (*a)[4], const char *records, unsigned row, int n_groups, int octet,
                                          int slice, int lane) {
     constexpr Record rec = record_of(T);
     constexpr Format form = format_of(T);
@@ -2764,9 +2793,9 @@ __device__ static inline void tile_codes(unsigned (*a)[4], const char *records, 
         }
     }
     if constexpr (form.hi_bits) {
-        // 8 features on, the plane is a multiple of 16 bytes on. Bits turn within their byte to where lo has none:
-        // masks take off what comes from other bytes
-        const unsigned before = Type<T>::blocks ? 0 : ((row + t) * n_groups + 8 * stage) * 4 * form.hi_bits & 15;
+        // 8 features on, the plane is a multiple of 16 bytes on. The bits of hi are rotated to the place above
+        // lo; the mask removes what comes from the neighbouring byte.
+        const unsigned before = Type<T>::blocks ? 0 : ((row + t) * n_groups + 8 * octet) * 4 * form.hi_bits & 15;
         const char *p = records + t * rec.size + rec.hi + before + 4 * form.hi_bits * slice;
         constexpr unsigned mask = (form.hi_bits == 1 ? 0x01010101u : 0x03030303u) << form.lo_bits;
         for (int i = 0; i < 4; i++, p += 8 * rec.size) {
@@ -2786,13 +2815,13 @@ __device__ static inline void tile_codes(unsigned (*a)[4], const char *records, 
     for (int i = 0; i < 8; i++) a[i / 4][i % 4] = code_integers<T>(a[i / 4][i % 4]);
 }
 
-// What scales this warp's group of a feature whose row of the planes has number `row`.
+// What scales this warp's group of one feature. row: its row of the planes.
 template <DType T>
-__device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int stage, int slice,
+__device__ static inline void tile_scales(const char *record, unsigned row, int n_groups, int octet, int slice,
                                           float a[2], float m[2]) {
     constexpr Record rec = record_of(T);
     constexpr Format form = format_of(T);
-    const unsigned block = row * (n_groups / 8) + stage, group = row * n_groups + 8 * stage;
+    const unsigned block = row * (n_groups / 8) + octet, group = row * n_groups + 8 * octet;
     const char *p = record + rec.head + ((Type<T>::blocks ? block : group) * form.head & 15);
     const unsigned *word = (const unsigned *)p;
     uint4 head = { };
@@ -2808,18 +2837,19 @@ __device__ static inline void tile_scales(const char *record, unsigned row, int 
     group_scales<T>(head, sup, slice, a, m);
 }
 
-// Sums of products begin here, as whole numbers and as the bits of a float at once: a whole number n below 2^22 on top
-// of them makes the float START + n, without a conversion.
+// Integer sums start at INT_START, the bits of the float START. Adding an integer n below 2^22 to these bits gives the
+// bits of the float START + n, so no conversion is needed.
 #define INT_START 0x4b400000
 #define START 12582912.0f     // 1.5 * 2^23
 __device__ static inline float from_start(int c) { return __fsub_rn(__int_as_float(c), START); }
 
-// Eight rows of a group, as products take them.
+// Eight rows of a group, in the layout of multiply_int8.
 template <DType T> struct InputRows {
     unsigned b[2];
     float2   scale;           // of rows 2k, 2k + 1
-    int      start[2][4];     // what every feature begins with: minus the offset of its codes, [half of the group]
-    float    sum[2][2];       // activations, [half][row 2k, 2k + 1]
+    // where the sums of a feature start: INT_START minus the code's offset times the activations, [half]
+    int      start[2][4];
+    float    sum[2][2];       // sums of the activations, [half][row 2k, 2k + 1]
 };
 template <DType T> __device__ static inline void input_rows(InputRows<T> *y, const char *q, const float *s) {
     constexpr bool halves = Type<T>::halves, min = Type<T>::min;
@@ -2840,34 +2870,44 @@ template <DType T> __device__ static inline void input_rows(InputRows<T> *y, con
     }
 }
 
-// acc += one group of 64 features, or (DEEP) two of 32, or one (half), times n rows. acc[m][i]: 16 features by 8 rows, as
-// multiply_int8 has them. row, up: numbers of the planes' rows of the first features of both halves. The terms are
-// those of scaled_term: a * (START + n) - a * START, rounded once, is a * n rounded, for a * START is exact where a has
-// 22 bits and is less than 2^104 (HAS_WIDE).
+// acc += one group of 64 features, or (DEEP) two groups of 32 features (half: one), times n rows. row, up: the planes'
+// rows of the first feature of both halves of the stage.
+//
+//     32 features x 8 rows       rows 8 i + 2k, 8 i + 2k + 1                 lane l: t = l / 4, k = l % 4
+//     features t,      t + 8     acc[0][i][0], [1];  acc[0][i][2], [3]       multiply_int8: codes a[m] (16 x 32)
+//     features t + 16, t + 24    acc[1][i][0], [1];  acc[1][i][2], [3]       times activations y.b (32 x 8)
+//
+// The other half of the stage gives acc[2], acc[3]; with DEEP it is the next group of the same features. Lane l
+// computes the scales of feature l; lane 8 j + t then hands them to the lanes that have feature 8 j + t.
+//
+// A term is that of scaled_term, without an int-to-float conversion. Example: scale a = 0.5, dot product n = 100:
+//     dot = INT_START + 100 = the bits of 12583012.0;   term = fma(a, 12583012.0, -(a * START)) = 50, rounded once
+// This is exactly a * n rounded, because a * START is exact: a has 22 bits at most and is less than 2^104 (else
+// HAS_WIDE).
 template <DType T, int NT, bool DEEP>
 __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char *records, const char *rows,
-                                             unsigned row, unsigned up, int n_groups, int stage, int n, int slice,
+                                             unsigned row, unsigned up, int n_groups, int octet, int n, int slice,
                                              int lane, bool half) {
     constexpr bool halves = Type<T>::halves, min = Type<T>::min, folds = !(Type<T>::form.traits & HAS_WIDE);
     const int t = lane / 4, k = lane % 4;
     const char *q = rows + t * INPUT_PITCH + 32 * slice + 4 * k;
     const float *s = (const float *)(rows + 8 * NT * INPUT_PITCH) + slice * 8 * NT + 2 * k;
-    constexpr int held = NT <= 2 ? NT : 1;             // tiles of 8 rows that stay in registers
+    constexpr int held = NT <= 2 ? NT : 1;             // tiles of 8 rows kept in registers
     InputRows<T> y[held];
     auto take_rows = [&] { for (int i = 0; i < held; i++) input_rows(&y[i], q + 8 * i * INPUT_PITCH, s + 8 * i); };
     if (held == NT) take_rows();
 #pragma unroll
     for (int h = 0; h < 2; h++, records += 32 * record_of(T).size, row = up) {
         if (DEEP && h) {
-            if (half || 8 * ++stage + slice >= n_groups) break;
+            if (half || 8 * ++octet + slice >= n_groups) break;
             q += ROW_AREA * NT, s += ROW_AREA * NT / 4;
             if (held == NT) take_rows();
         }
         unsigned a[2][4];
-        float own[2], own_least[2], scale[2][2][2], least[2][2][2];          // [tile][features t, t + 8][half]
-        tile_codes<T>(a, records, row, n_groups, stage, slice, lane);
-        tile_scales<T>(records + lane * record_of(T).size, row + lane, n_groups, stage, slice, own, own_least);
-        for (int i = 0; i < 4; i++)                    // a lane finds out those of one feature and hands them out
+        float own[2], own_least[2], scale[2][2][2], least[2][2][2];          // [tile of 16][features t, t + 8][half]
+        tile_codes<T>(a, records, row, n_groups, octet, slice, lane);
+        tile_scales<T>(records + lane * record_of(T).size, row + lane, n_groups, octet, slice, own, own_least);
+        for (int i = 0; i < 4; i++)                    // a lane computes the scales of one feature and hands them out
             for (int half = 0; half < (halves ? 2 : 1); half++) {
                 scale[i / 2][i % 2][half] = __shfl_sync(~0u, own[half], 8 * i + t);
                 if (min) least[i / 2][i % 2][half] = -__shfl_sync(~0u, own_least[half], 8 * i + t);
@@ -2897,32 +2937,32 @@ __device__ static inline void multiply_group(float (&acc)[4][NT][4], const char 
     }
 }
 
-// All stages of a piece. place: where in the ring the next one lies; parity: of the round. KEEP: the last one
-// stays, for sums
+// All steps of a work item. stage: the next one; parity: of its round. KEEP: the last stage is not released, it will
+// hold sums
 template <DType T, int NT, bool DEEP, bool KEEP>
-__device__ static inline void multiply_stages(const Tiling &t, int *place, unsigned *parity, float (&acc)[4][NT][4],
-                                              const Job &o, const Piece &p) {
-    Ring *ring = ring_of(t);
+__device__ static inline void multiply_item(const Tiling &t, int *stage, unsigned *parity, float (&acc)[4][NT][4],
+                                            const Job &o, const TileItem &p) {
+    StageBarriers *barriers = barriers_of(t);
     const int n_groups = (int)((unsigned)o.cols / 32);
-    const unsigned row = piece_row(o, p, 0), up = DEEP ? row : piece_row(o, p, 1);
+    const unsigned row = item_row(o, p, 0), up = DEEP ? row : item_row(o, p, 1);
     const int thread = NT <= 2 ? opaque(threadIdx.x) : threadIdx.x, slice = thread / 32, lane = thread % 32;
     const bool half = KEEP && DEEP && t.half[p.job];
     const int octets = DEEP && !half ? 2 : 1;
 #pragma unroll 1
-    for (int stage = 0; 8 * stage < n_groups; stage += octets) {
-        const char *records = shared_bytes + *place * t.stage_bytes;
-        mbarrier_wait(&ring->there[*place], *parity);
-        if (8 * stage + slice < n_groups)
-            multiply_group<T, NT, DEEP>(acc, records, records + (half ? 32 : 64) * record_of(T).size, row, up, n_groups, stage,
-                                        p.n, slice, lane, half);
+    for (int octet = 0; 8 * octet < n_groups; octet += octets) {
+        const char *records = shared_bytes + *stage * t.stage_bytes;
+        mbarrier_wait(&barriers->full[*stage], *parity);
+        if (8 * octet + slice < n_groups)
+            multiply_group<T, NT, DEEP>(acc, records, records + (half ? 32 : 64) * record_of(T).size, row, up, n_groups,
+                                        octet, p.n, slice, lane, half);
         __syncwarp();
-        const bool kept = KEEP && 8 * (stage + octets) >= n_groups;
-        if (!kept && lane < ARRIVING_LANES) mbarrier_arrive(&ring->used[*place]);
-        if (++*place == t.stages) *place = 0, *parity ^= 1;
+        const bool kept = KEEP && 8 * (octet + octets) >= n_groups;
+        if (!kept && lane < ARRIVING_LANES) mbarrier_arrive(&barriers->empty[*stage]);
+        if (++*stage == t.stages) *stage = 0, *parity ^= 1;
     }
 }
 
-// One feature times one row, from its eight slices.   sums (TILE_WARPS, 8, SUMS_PITCH)
+// One feature times one row, from its eight slices.   sums (CONSUMER_WARPS, 8, SUMS_PITCH)
 __device__ static inline float join_slices(const float *sums, int row, int feature) {
     const float *p = sums + row * SUMS_PITCH + feature;
     float v[8];
@@ -2930,12 +2970,17 @@ __device__ static inline float join_slices(const float *sums, int row, int featu
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-// The same in half the room. First each warp hands half of its features to the warp four on, or four back, and adds to
-// the other half what that one has: slices w and w + 4 lie added up.   sums (TILE_WARPS / 2, 8, SUMS_PITCH)
+// The same with half the memory: slices w and w + 4 are added while they are written, and join_added adds the four
+// results.   sums (CONSUMER_WARPS / 2, 8, SUMS_PITCH)
+//
+//     sums[w][row]     features 0 .. 31 (deep: 0 .. 15)     features 32 .. 63 (deep: 16 .. 31)
+//     write            warp w + 4                           warp w
+//     barrier
+//     add              warp w                               warp w + 4
 __device__ static inline void add_slices(float *sums, const float (&acc)[4][4], bool deep, int warp, int lane) {
-    const bool upper = warp >= TILE_WARPS / 2;
+    const bool upper = warp >= CONSUMER_WARPS / 2;
     const int half = deep ? 16 : 32, tiles = deep ? 1 : 2;
-    float *own = sums + (warp % (TILE_WARPS / 2) * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
+    float *own = sums + (warp % (CONSUMER_WARPS / 2) * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
     float *give = own + (upper ? 0 : half), *keep = own + (upper ? half : 0), rest[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -2944,7 +2989,7 @@ __device__ static inline void add_slices(float *sums, const float (&acc)[4][4], 
             give[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = upper ? low : high;
             rest[m][j] = upper ? high : low;
         }
-    sync_first<TILE_THREADS>();
+    sync_first<CONSUMER_THREADS>();
 #pragma unroll
     for (int m = 0; m < 2; m++)
         for (int j = 0; m < tiles && j < 4; j++) keep[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] += rest[m][j];
@@ -2956,15 +3001,15 @@ __device__ static inline float join_added(const float *sums, int row, int featur
     return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-// A piece of a float matrix, one feature and all rows: a warp takes a row at a time. Sums in the order given above.
-// Loads of 16 weights and the activations that go with them are under way at a time.
-template <DType T> __device__ static inline void multiply_floats(const Job &o, const Piece &p) {
+// A work item of a float matrix: one feature, all rows; a warp computes a row at a time, in the order of sums given
+// above. Loads of 16 weights and of their activations are in flight at a time.
+template <DType T> __device__ static inline void multiply_floats(const Job &o, const TileItem &p) {
     constexpr int chunk = Type<T>::chunk, depth = 16 / chunk;
     const int lane = threadIdx.x % 32, n_chunks = div_up(o.cols, chunk);
     const int quads = o.cols % 4 == 0 && (size_t)o.in.f % 16 == 0;
     const uint8_t *w = o.w.lo + (size_t)p.first * o.cols * (16 / chunk);
 #pragma unroll 1
-    for (int r = threadIdx.x / 32; r < p.n; r += TILE_WARPS) {
+    for (int r = threadIdx.x / 32; r < p.n; r += CONSUMER_WARPS) {
         const float *row = o.in.f + (size_t)(p.from + r) * o.cols;
         FloatSum sum = { };
 #pragma unroll 1
@@ -2972,7 +3017,7 @@ template <DType T> __device__ static inline void multiply_floats(const Job &o, c
             uint4 x[depth];
             float4 y[depth][chunk / 4];
 #pragma unroll
-            for (int j = 0; j < depth; j++) {          // behind the end the last chunk once more, not used
+            for (int j = 0; j < depth; j++) {          // after the end the last chunk again; it is not used
                 const int c = min(first + 32 * j, n_chunks - 1);
                 x[j] = fetch_chunk<T>(w, c, o.cols, o.quads);
 #pragma unroll
@@ -2987,30 +3032,31 @@ template <DType T> __device__ static inline void multiply_floats(const Job &o, c
     }
 }
 
-// A piece of floats on its way to the L2 cache.
-__device__ static inline void prefetch_floats(const Job &o, const Piece &p) {
+// Prefetches a work item of a float matrix into L2.
+__device__ static inline void prefetch_floats(const Job &o, const TileItem &p) {
     if (threadIdx.x == 0 && o.quads) prefetch_l2(o.w.lo + (size_t)p.first * o.row_bytes[0][0], o.row_bytes[0][0]);
 }
 
-// Whether this block is the last of n that come here: what they wrote before can then be read. By the multiplying
+// Is this block the last of n to call this? Then it can read what the others wrote before. Called by all consumer
 // warps.
 __device__ static inline bool last_of(int *arrived, int n) {
     __shared__ bool last;
-    __threadfence();                                   // results before the count
-    sync_first<TILE_THREADS>();
+    __threadfence();                                   // publish the results, then count
+    sync_first<CONSUMER_THREADS>();
     if (threadIdx.x == 0) {
         last = atomicAdd(arrived, 1) == n - 1;
         if (last) *arrived = 0;
     }
-    sync_first<TILE_THREADS>();
-    __threadfence();                                   // the count before results
+    sync_first<CONSUMER_THREADS>();
+    __threadfence();                                   // count, then read the results of others
     return last;
 }
 
-// The weighted sum over each row's experts, of the features of a piece.
-template <bool HALVES> __device__ static inline void join_experts(const Tiling &t, const Job &o, int first, bool half) {
+// The weighted sum over each row's experts, for the features of a work item.
+template <bool HALVES>
+__device__ static inline void join_experts(const Tiling &t, const Job &o, int first, bool half) {
     const int n = HALVES && half ? 32 : 64;
-    for (int i = threadIdx.x; i < o.n_rows * n; i += TILE_THREADS) {
+    for (int i = threadIdx.x; i < o.n_rows * n; i += CONSUMER_THREADS) {
         const int r = i / n, feature = first + i % n;
         if (feature >= o.rows) continue;
         const float *result = t.results + (size_t)r * o.n_used * o.rows + feature;
@@ -3022,59 +3068,68 @@ template <bool HALVES> __device__ static inline void join_experts(const Tiling &
     }
 }
 
-// tile: the jobs of a launch, 3 rows and more.
+// tile: the jobs of a launch with 3 rows and more.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols) int8 with scales, out (n_rows, rows); 8 NT rows at a time
-//   launch    grid: what is resident, or fewer where each block then has as many pieces; block 256 + 64; shared memory:
-//             the ring, sums, lists of experts
-//   IN_STAGE  sums go through the last stage of a piece, once all have used it; there may be halves of stages
-//   traffic   a weight once (of experts: those in the union of the rows' choices), the rows once per piece from the L2
-//             cache; JOB_DOWN: 8 bytes per feature and pair on top, in the L2 cache
+//   launch    grid: the blocks that are resident at once, or fewer if each then has as many work items; block 256 + 64;
+//             dynamic shared memory: stages, sums, lists of experts, barriers
+//   IN_STAGE  sums use the last stage of a work item, after all warps have used it; matrices may have half stages
+//   traffic   a weight once (of experts: those that some row chose), the rows once per work item, from L2; JOB_DOWN: 8
+//             more bytes per feature and pair, in L2
 //   numerics  integer products per group, exact; f32 sums in the order given above. No bit depends on the number of
 //             rows
-//   time      a stage of 64 features costs each of the 8 warps about 170 instructions at 8 rows of Q4_K, 240 of Q6_K,
-//             240 and 340 at 16 rows, and a copying warp 175 or 290
+//   time      a stage of 64 features costs each consumer warp about 170 instructions with 8 rows of Q4_K, 240 of Q6_K;
+//             with 16 rows 240 and 340; and a producer warp 175 or 290
 //   see       product_kernel; cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
+//
+// One block, over time (P: producer warps, C: consumer warps):
+//
+//     P   weights of item 0 | wait for the previous kernel | rows of item 0 | weights and rows of item 1 | ...
+//     C                     | wait for the previous kernel | multiply item 0          | finish item 0 | multiply item 1
+//
+// To finish an item, 8 rows at a time: every warp writes its slice of the sums to shared memory, [slice][row][feature];
+// after a barrier warp w adds the 8 slices of row w and stores the row, lane l features l and l + 32. IN_STAGE: slices
+// w and w + 4 use the same memory, see add_slices.
 template <int NT, bool IN_STAGE> __global__ void __launch_bounds__(TILE_BLOCK, NT <= 2 ? 2 : 1)
 tile_kernel(const __grid_constant__ Tiling t) {
     constexpr int room = 8 * NT;
     prefetch_parameter(&t, sizeof t);
     if ((int)threadIdx.x < t.stages) {
-        mbarrier_init(&ring_of(t)->there[threadIdx.x], 32);
-        mbarrier_init(&ring_of(t)->used[threadIdx.x], TILE_WARPS * ARRIVING_LANES);
+        mbarrier_init(&barriers_of(t)->full[threadIdx.x], 32);
+        mbarrier_init(&barriers_of(t)->empty[threadIdx.x], CONSUMER_WARPS * ARRIVING_LANES);
     }
-    float *sums = (float *)(shared_bytes + (IN_STAGE ? 0 : t.sums_at));           // before, list_pairs works there
+    float *sums = (float *)(shared_bytes + (IN_STAGE ? 0 : t.sums_at));        // first used by list_pairs
     const int n_counts = t.n_pairs ? TILE_EXPERTS * sets_of_pairs(t.n_pairs) / 2 : 0;
-    for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)sums)[i] = 0;        // of list_pairs
+    for (int i = threadIdx.x; i < n_counts; i += TILE_BLOCK) ((unsigned *)sums)[i] = 0;        // counts of list_pairs
     __syncthreads();
-    Walk walk = { (int)blockIdx.x, 0, (int)gridDim.x };
-    Piece p;
-    const bool early = t.expert_job < 0;               // which weights are read does not depend on what ran before
+    ItemCursor cursor = { (int)blockIdx.x, 0, (int)gridDim.x };
+    TileItem p;
+    const bool early = t.expert_job < 0;               // the previous kernel does not decide which weights are read
     if (early) {
-        Walk first = walk;
-        if (t.floats && next_piece(t, &first, &p) && !t.record[p.job]) prefetch_floats(t.jobs.job[p.job], p);
+        ItemCursor first = cursor;
+        if (t.floats && next_item(t, &first, &p) && !t.record[p.job]) prefetch_floats(t.jobs.job[p.job], p);
     } else {
         wait_for_previous_kernel();
         list_pairs(t, room, (uint16_t *)sums);
-        int n = 0;                                     // as many pieces for each block: other SMs are the next's
-        for (int k = 0; k < t.jobs.n; k++) n += pieces_of(t, k);
-        walk.stride = div_up(n, div_up(n, gridDim.x));
-        if ((int)blockIdx.x >= walk.stride) return;
+        int n = 0;            // the same number of items for each block; the other SMs are for the next launch
+        for (int k = 0; k < t.jobs.n; k++) n += items_of_job(t, k);
+        cursor.stride = div_up(n, div_up(n, gridDim.x));
+        if ((int)blockIdx.x >= cursor.stride) return;
     }
-    if (threadIdx.x >= TILE_THREADS) {
-        feed<NT, IN_STAGE>(t, early, walk.stride);
+    if (threadIdx.x >= CONSUMER_THREADS) {
+        produce<NT, IN_STAGE>(t, early, cursor.stride);
         return;
     }
     if (early) wait_for_previous_kernel();
-    // How far a warp is lies in shared memory while it multiplies 9 to 16 rows: their products need the registers.
-    constexpr bool aside = NT == 2;
-    __shared__ Walk walks[aside ? TILE_WARPS : 1];
-    __shared__ Piece pieces[aside ? TILE_WARPS : 1];
-    int place = 0;
+    // With 9 to 16 rows registers are short: the cursor is kept in shared memory during the multiplication.
+    constexpr bool in_shared = NT == 2;
+    __shared__ ItemCursor cursors[in_shared ? CONSUMER_WARPS : 1];
+    __shared__ TileItem items[in_shared ? CONSUMER_WARPS : 1];
+    int stage = 0;
     unsigned parity = 0;
-    while (next_piece(t, &walk, &p)) {
+    while (next_item(t, &cursor, &p)) {
         const Job &o = t.jobs.job[p.job];
-        if (aside) __syncwarp();
-        if (aside && threadIdx.x % 32 == 0) walks[threadIdx.x / 32] = walk, pieces[threadIdx.x / 32] = p;
+        if (in_shared) __syncwarp();
+        if (in_shared && threadIdx.x % 32 == 0) cursors[threadIdx.x / 32] = cursor, items[threadIdx.x / 32] = p;
         const bool floats = !t.record[p.job], gated = o.kind == JOB_GATED, down = o.kind == JOB_DOWN;
         const bool deep = t.deep[p.job];
         float acc[4][NT][4] = { };                     // [tile of 16 features][tile of 8 rows]
@@ -3082,28 +3137,28 @@ tile_kernel(const __grid_constant__ Tiling t) {
 #define CASE(T, ...) case T: multiply_floats<T>(o, p); break;
         FLOAT_TYPES(CASE)
 #undef CASE
-#define CASE(T, ...) case T: deep ? multiply_stages<T, NT, true, IN_STAGE>(t, &place, &parity, acc, o, p) \
-                             : multiply_stages<T, NT, false, IN_STAGE>(t, &place, &parity, acc, o, p); break;
+#define CASE(T, ...) case T: deep ? multiply_item<T, NT, true, IN_STAGE>(t, &stage, &parity, acc, o, p) \
+                             : multiply_item<T, NT, false, IN_STAGE>(t, &stage, &parity, acc, o, p); break;
         QUANTISED_TYPES(CASE)
 #undef CASE
         default: break;
         }
-        const int thread = aside ? opaque(threadIdx.x) : threadIdx.x, warp = thread / 32, lane = thread % 32;
-        if (aside) __syncwarp();
-        if (aside) walk = walks[warp], p = pieces[warp];
+        const int thread = in_shared ? opaque(threadIdx.x) : threadIdx.x, warp = thread / 32, lane = thread % 32;
+        if (in_shared) __syncwarp();
+        if (in_shared) cursor = cursors[warp], p = items[warp];
         const bool listed = p.job == t.expert_job;
-        // 8 rows at a time: a warp takes one, a lane features l and l + 32
-        const int last = (place ? place : t.stages) - 1;
+        // 8 rows at a time: a warp stores one row, a lane features l and l + 32
+        const int last = (stage ? stage : t.stages) - 1;
         if (IN_STAGE) sums = (float *)(shared_bytes + last * t.stage_bytes);
         for (int i = 0; !floats && 8 * i < p.n; i++) {
-            sync_first<TILE_THREADS>();                // the sums of the last 8 rows have been read, and the stage
+            sync_first<CONSUMER_THREADS>();            // all have read the stage, or the sums of the last 8 rows
             float *own = sums + (warp * 8 + lane % 4 * 2) * SUMS_PITCH + lane / 4;
 #pragma unroll
             for (int at = 0; at < NT; at++)
                 for (int m = 0; !IN_STAGE && at == i && m < (deep ? 2 : 4); m++)
                     for (int j = 0; j < 4; j++) own[j % 2 * SUMS_PITCH + 16 * m + 8 * (j / 2)] = acc[m][at][j];
             if (IN_STAGE) {
-                float own8[4][4];
+                float own8[4][4];                      // acc of these 8 rows
 #pragma unroll
                 for (int k = 0; k < 16; k++) {
                     own8[k / 4][k % 4] = acc[k / 4][0][k % 4];
@@ -3111,7 +3166,7 @@ tile_kernel(const __grid_constant__ Tiling t) {
                 }
                 add_slices(sums, own8, deep, warp, lane);
             }
-            sync_first<TILE_THREADS>();
+            sync_first<CONSUMER_THREADS>();
             const int n = 8 * i + warp;
             if (n >= p.n) continue;
             const size_t r = listed ? list_of(t, LIST_PAIR)[p.from + n] : p.from + n;
@@ -3137,14 +3192,15 @@ tile_kernel(const __grid_constant__ Tiling t) {
         }
         if (IN_STAGE && !floats) {
             __syncwarp();                              // the sums have been read
-            if (lane < ARRIVING_LANES) mbarrier_arrive(&ring_of(t)->used[last]);
+            if (lane < ARRIVING_LANES) mbarrier_arrive(&barriers_of(t)->empty[last]);
         }
-        if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.tiles[p.job]))
-            for (int r = warp; r < p.n; r += TILE_WARPS)
-                choose_experts(t.jobs.choice, o.out, r, (unsigned *)(IN_STAGE ? (float *)(shared_bytes + t.sums_at) : sums) +
-                                                            warp * t.jobs.choice.n);
+        if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.items[p.job]))
+            for (int r = warp; r < p.n; r += CONSUMER_WARPS)
+                choose_experts(t.jobs.choice, o.out, r,
+                               (unsigned *)(IN_STAGE ? (float *)(shared_bytes + t.sums_at) : sums) +
+                                   warp * t.jobs.choice.n);
         const bool half = IN_STAGE && t.half[p.job];
-        if (down && p.last && last_of(t.arrived + p.first / (half ? 32 : 64), runs_of(t)))
+        if (down && p.last && last_of(t.arrived + p.first / (half ? 32 : 64), expert_splits_of(t)))
             join_experts<IN_STAGE>(t, o, p.first, half);
     }
 }
@@ -3164,13 +3220,13 @@ static Job job_of(const Tensor *w, Prepared in, int n_rows) {
     return o;
 }
 
-typedef struct {              // an input and the forms that it is wanted in
+typedef struct {              // an input, and the forms that are needed
     const In *in;
     bool f, q;
 } Wanted;
 
-// Makes inputs with the same x' (n) those of a launch, all but the third, which is the next launch's. Few rows: each
-// block makes its own, and out stays empty. Else they are ready, where out says.
+// Provides n inputs with the same x' for a launch; a third one is for the next launch. Few rows: each block makes the
+// inputs and out stays empty. Else a kernel makes them, or they exist already, and out says where.
 static void prepare(Jobs *jobs, const Wanted *wanted, int n, int n_rows, int cols, Prepared out[MAX_READERS]) {
     const In *in[MAX_READERS], *first = wanted[0].in;
     for (int k = 0; k < MAX_READERS; k++) out[k] = (Prepared){ };
@@ -3197,7 +3253,7 @@ static Prepared prepare_one(Jobs *jobs, const In *in, int n_rows, int cols, bool
     return out[0];
 }
 
-// A job whose `in` has no pointers reads input number `source` of those that blocks make (jobs->made).
+// Adds a job. If o.in has no pointers, it reads input number `source` of those that blocks make (jobs->made).
 static void add_job(Jobs *jobs, Job o) {
     if (jobs->n == MAX_JOBS) cuda_die("product: more than %d jobs", MAX_JOBS);
     if (!is_float(o.type) && (o.cols % 32 || (size_t)o.in.q % 16))
@@ -3248,7 +3304,7 @@ static void (*const product_kernels[])(Jobs) = { product_kernel<1>, product_kern
 static void (*const gemv_kernels[])(Gemv) = { gemv_kernel<false>, gemv_kernel<true> };
 static void (*const gemv_floats_kernels[])(GemvFloats) = { gemv_floats_kernel<T_F32>, gemv_floats_kernel<T_F16>,
                                                            gemv_floats_kernel<T_BF16> };
-enum { TILE_SIZES = 4 };      // of rows; then those of IN_STAGE
+enum { TILE_SIZES = 4 };      // numbers of rows; then the kernels with IN_STAGE
 static void (*const tile_kernels[])(Tiling) = {
     tile_kernel<1, false>, tile_kernel<2, false>, tile_kernel<4, false>, tile_kernel<8, false>,
     tile_kernel<1, true>, tile_kernel<2, true> };
@@ -3260,7 +3316,7 @@ static void allow_products(void) {
     for (auto k : tile_kernels) allow_shared(k, TILE_STATIC);
 }
 
-typedef struct {              // how a launch is carried out
+typedef struct {              // how a launch is run
     ProductKernel kernel;
     int    variant;           // in the list of those kernels
     int    blocks, chunks;    // grid
@@ -3276,11 +3332,11 @@ typedef struct {              // how a launch is carried out
 
 static const char *const product_names[] = { "product", "gemv", "gemv_floats", "tile" };
 
-// In words, for the line that a failed launch ends with, and for a debugger.
+// A plan in words, for the message about a failed launch, and for a debugger.
 static const char *plan_text(const Plan *p) {
     static char text[128];
-    snprintf(text, sizeof text, "%s kernel %d, grid %d x %d, block %d, %zu bytes of shared memory", product_names[p->kernel],
-             p->variant, p->blocks, p->chunks, p->threads, p->shared);
+    snprintf(text, sizeof text, "%s kernel %d, grid %d x %d, block %d, %zu bytes of shared memory",
+             product_names[p->kernel], p->variant, p->blocks, p->chunks, p->threads, p->shared);
     return text;
 }
 
@@ -3288,69 +3344,85 @@ static void report_products(const Plan *p) {
     const dim3 grid(p->blocks, p->chunks);
     if (p->kernel == BY_TILES)
         report_plan("tile", grid, p->threads, p->shared, p->resident, "%d rows, %d stages of %d bytes%s",
-                  8 << p->variant % TILE_SIZES, p->tiling.stages, p->tiling.stage_bytes,
-                  p->variant < TILE_SIZES ? "" : ", sums in one");
+                    8 << p->variant % TILE_SIZES, p->tiling.stages, p->tiling.stage_bytes,
+                    p->variant < TILE_SIZES ? "" : ", sums in one");
     else report_plan(product_names[p->kernel], grid, p->threads, p->shared, p->resident, "%d rows",
                    p->kernel == BY_ROWS && p->variant ? FEW_ROWS : 1);
 }
 
-// The plans of the kernels, for launches that plan_product lets them have; false: there is no room for it, or no use.
+// The plan_.. functions plan a launch for one kernel, if plan_product allows it; false: it does not fit, or another is
+// better.
 
-// Into how many runs the pairs of a tile of down are cut: `same` tiles for `slots` blocks. The fewest that keep all blocks busy
-// for 15/16 of the time.
-static int down_runs(int same, int slots) {
+// Splits of the experts of JOB_DOWN: `same` work items with different features for `slots` blocks. The fewest splits
+// with which all blocks are busy for 15/16 of the time.
+static int choose_expert_splits(int same, int slots) {
     int best = 1;
     for (int n = 2; n <= max_int(1, 4 * slots / same); n++)
         if (15 * div_up(best * same, slots) * n > 16 * div_up(n * same, slots) * best) best = n;
     return best;
 }
 
-// Two blocks of an SM, where registers leave room for them: while one waits the other works; one, where no block would have
-// two pieces. Sums go through stages where there is no room beside the ring. A launch behind one of the other kernel takes 4 to
-// 5 us longer (H100), as if for its instructions, so single blocks do the same. But they miss the stage that waits for sums, so
-// those that go through many have the sums beside the ring.
-enum { RING_IN_STAGE = 1,     // sums go through stages
-       RING_FEW = 2,          // where no block has two pieces
-       RING_SHORT = 4,        // where a block goes through up to SHORT_STAGES
-       RING_HALVES = 8,       // matrices may have halves of stages
-       SHORT_STAGES = 64 };
+// How a block uses shared memory; the planner takes the first choice that is allowed and fits. Two blocks of an SM are
+// better than one: while one waits, the other works. From 17 rows on, registers allow one block only; its sums have
+// their own memory.
+//
+//     blocks of an SM   stages   sums are in   allowed
+//     2                 3 or 4   own memory
+//     2                 4        a stage
+//     1                 4        a stage       if no block has two work items; not for JOB_DOWN
+//     2                 3 or 4   a stage       here matrices may have half stages
+//     1                 4        a stage       if a block has up to FEW_STEPS steps
+//     1                 3 or 4   own memory
+//     1                 2 to 4   own memory    not with `deep` stages
+//
+// Sums use a stage where there is no memory for both. Single blocks do so as well, because a launch takes 4 to 5 us
+// longer if the launch before it used the other kernel (H100; perhaps its instructions are loaded then). But a block
+// with many steps needs the stage that would wait for the sums, so its sums have their own memory.
+enum { BUFFERS_IN_STAGE = 1,                   // sums use a stage
+       BUFFERS_ONE_ITEM = 2,                   // if no block has two work items
+       BUFFERS_FEW_STEPS = 4,                  // if a block has up to FEW_STEPS steps
+       BUFFERS_HALVES = 8,                     // matrices may have half stages
+       FEW_STEPS = 64 };
 typedef struct {
-    int      resident, stages;                 // stages: at least
+    int      resident, stages;                 // blocks of an SM at once; at least so many stages
     unsigned flags;
-} RingChoice;
-static const RingChoice ring_choices[] = {
-    { 2, 3, 0 }, { 2, 4, RING_IN_STAGE }, { 1, 4, RING_IN_STAGE | RING_FEW }, { 2, 3, RING_IN_STAGE | RING_HALVES },
-    { 1, 4, RING_IN_STAGE | RING_SHORT }, { 1, 3, 0 }, { 1, 2, 0 } };
+} BufferChoice;
+static const BufferChoice buffer_choices[] = {
+    { 2, 3, 0 }, { 2, 4, BUFFERS_IN_STAGE }, { 1, 4, BUFFERS_IN_STAGE | BUFFERS_ONE_ITEM },
+    { 2, 3, BUFFERS_IN_STAGE | BUFFERS_HALVES }, { 1, 4, BUFFERS_IN_STAGE | BUFFERS_FEW_STEPS }, { 1, 3, 0 },
+    { 1, 2, 0 } };
 
-// What shared memory leaves for the ring: the rest is sums, lists, and room of the choice of experts.
-static int ring_room(const Tiling *t, const RingChoice *c, int n_choice, int *sums, int *lists) {
+// Bytes of shared memory that are left for stages. *sums: bytes for the sums; with BUFFERS_IN_STAGE, bytes for the keys
+// of choose_experts. *lists: bytes for the lists.
+static int stages_room(const Tiling *t, const BufferChoice *c, int n_choice, int *sums, int *lists) {
     *lists = t->n_pairs ? round_16((LIST_SIZE * (t->n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
-    *sums = c->flags & RING_IN_STAGE ? 4 * TILE_WARPS * n_choice : SUMS_BYTES;
+    *sums = c->flags & BUFFERS_IN_STAGE ? 4 * CONSUMER_WARPS * n_choice : SUMS_BYTES;
     const int most = min_int(cuda.card.sm_shared / c->resident - BLOCK_SYSTEM, cuda.card.block_shared) - TILE_STATIC;
-    return most - *sums - *lists - (int)sizeof(Ring);
+    return most - *sums - *lists - (int)sizeof(StageBarriers);
 }
 
-// Where things lie in shared memory; false: there is no room for as many stages, for sums, or for what makes the lists.
-static bool place_ring(Tiling *t, const RingChoice *c, int n_choice) {
-    const bool in_stage = c->flags & RING_IN_STAGE;
+// Sets the offsets in shared memory; false: too little for the stages, for the sums, or for list_pairs.
+static bool place_buffers(Tiling *t, const BufferChoice *c, int n_choice) {
+    const bool in_stage = c->flags & BUFFERS_IN_STAGE;
     int sums, lists;
-    const int room = ring_room(t, c, n_choice, &sums, &lists);
+    const int room = stages_room(t, c, n_choice, &sums, &lists);
     t->stages = min_int(TILE_STAGES, room / t->stage_bytes);
     t->sums_at = t->stages * t->stage_bytes;
     t->lists_at = t->sums_at + sums;
-    t->ring_at = t->lists_at + lists;
-    return t->stages >= c->stages && 4 * TILE_WARPS * n_choice <= sums && (!in_stage || t->stage_bytes >= SUMS_BYTES / 2) &&
-           list_room(t->n_pairs) <= (in_stage ? t->sums_at : sums);
+    t->barriers_at = t->lists_at + lists;
+    return t->stages >= c->stages && 4 * CONSUMER_WARPS * n_choice <= sums &&
+           (!in_stage || t->stage_bytes >= SUMS_BYTES / 2) && list_bytes(t->n_pairs) <= (in_stage ? t->sums_at : sums);
 }
 
-// The pieces of each matrix and the bytes of a stage; returns how many pieces there are, of down without its runs, and the
-// most stages of one. Where there may be halves, pieces have 32 features and stages of one octet if three of their stages
-// would be too large and they are deep or of down, and beside experts if their stages would be larger than the experts'.
-static int cut_pieces(Tiling *t, const Jobs *jobs, const RingChoice *c, bool deep, int tiles, int *stages) {
-    int sums, lists, pieces = 0;
-    const int third = ring_room(t, c, jobs->choice.n, &sums, &lists) / 3, area = ROW_AREA * tiles;
+// Sets the work items of each matrix and the bytes of a stage; returns the number of items (JOB_DOWN: of one split).
+// *steps: the most steps of an item. With BUFFERS_HALVES, a matrix has half stages, of one octet of 32 features
+//     if it is `deep` or JOB_DOWN, and three of its stages would not fit;
+//     if it is in a launch with experts, and its stages would be larger than theirs.
+static int set_items(Tiling *t, const Jobs *jobs, const BufferChoice *c, bool deep, int row_tiles, int *steps) {
+    int sums, lists, n_items = 0;
+    const int third = stages_room(t, c, jobs->choice.n, &sums, &lists) / 3, area = ROW_AREA * row_tiles;
     const Job *experts = t->expert_job >= 0 ? &jobs->job[t->expert_job] : NULL;
-    *stages = t->stage_bytes = 0;
+    *steps = t->stage_bytes = 0;
     for (int k = 0; k < jobs->n; k++) {
         const Job *o = &jobs->job[k];
         const bool gated = o->kind == JOB_GATED, down = o->kind == JOB_DOWN;
@@ -3362,22 +3434,28 @@ static int cut_pieces(Tiling *t, const Jobs *jobs, const RingChoice *c, bool dee
             const int bytes = 64 * t->record[k] + (t->deep[k] ? 2 : 1) * area;
             int most = t->deep[k] || down ? third : bytes;
             if (experts && o != experts && !gated) most = 64 * record_of(experts->type).size + area;
-            t->half[k] = c->flags & RING_HALVES && bytes > most;
+            t->half[k] = c->flags & BUFFERS_HALVES && bytes > most;
             t->deep[k] |= t->half[k];
             t->features[k] = gated || t->deep[k] ? 32 : 64;
             t->stage_bytes = max_int(t->stage_bytes, t->half[k] ? 32 * t->record[k] + area : bytes);
-            *stages = max_int(*stages, div_up(o->cols, t->deep[k] && !t->half[k] ? 512 : 256));
+            *steps = max_int(*steps, div_up(o->cols, t->deep[k] && !t->half[k] ? 512 : 256));
         }
-        t->tiles[k] = div_up(o->rows, t->features[k]);
-        pieces += t->tiles[k] * (o->ids && gated ? t->n_pairs : t->chunks);
+        t->items[k] = div_up(o->rows, t->features[k]);
+        n_items += t->items[k] * (o->ids && gated ? t->n_pairs : t->row_chunks);
     }
-    return pieces;
+    return n_items;
 }
 
-// deep: stages hold two octets of 32 features where that reaches more SMs
+// A plan for tile_kernel. deep: with stages of two octets of 32 features, for matrices where that reaches more SMs.
+//
+// Example: gate and up of Gemma 4 31B (21504 features each, Q4_K), 8 rows, H100 (132 SMs with 228 KB):
+//     a stage    64 records of 144 bytes, and 8 rows (2432)            11648 bytes
+//     a block    4 stages, sums (17408), barriers (64)                 64064 bytes: two blocks fit on an SM
+//     items      21504 / 32 = 672, for 2 * 132 = 264 blocks at once    2.5 for each, so 3
+//     grid       672 / 3 = 224 blocks, 3 items each; room for 40 blocks of the next launch
 static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
     Tiling &t = p->tiling;
-    int rows = 1, of_expert = 0, wide = 0, pieces = 0, down = -1;
+    int rows = 1, of_expert = 0, wide = 0, n_items = 0, down = -1;
     t = { };
     t.expert_job = -1;
     for (int k = 0; k < jobs->n; k++) {
@@ -3389,49 +3467,49 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
         if (is_float(o->type)) t.floats = true;
         else wide += n_experts * div_up((o->kind == JOB_GATED ? 2 : 1) * o->rows, 64);
     }
-    // An expert has few of the rows: a kernel made for as many takes less time for each weight, and what runs beside
-    // goes through it some rows at a time.
+    // An expert has few of the rows. A kernel made for few rows spends less time on each weight; another matrix in the
+    // launch is computed some rows at a time.
     if (of_expert) rows = min_int(rows, 2 * of_expert);
     p->variant = (rows > 8) + (rows > 16) + (rows > 32);
-    const int tiles = 1 << p->variant;                 // of 8 rows
-    t.chunks = 1;
-    if (of_expert && jobs->n > 1) t.at_once = 8 * tiles, t.chunks = div_up(n_rows, t.at_once);
-    // Pieces of 64 features take less work for a weight and read the rows less often. Where there is no more than
-    // one for each SM, those of 32 reach more SMs.
+    const int row_tiles = 1 << p->variant;             // of 8 rows
+    t.row_chunks = 1;
+    if (of_expert && jobs->n > 1) t.rows_at_once = 8 * row_tiles, t.row_chunks = div_up(n_rows, t.rows_at_once);
+    // Items of 64 features need less work per weight and read the rows less often. If there is at most one for each SM,
+    // items of 32 features reach more SMs.
     if (deep && wide > cuda.card.n_sm) return false;
-    const RingChoice *ring = NULL;
-    for (const RingChoice &c : ring_choices) {
-        if (tiles > 2 && (c.resident > 1 || c.flags & RING_IN_STAGE)) continue;
+    const BufferChoice *buffers = NULL;
+    for (const BufferChoice &c : buffer_choices) {
+        if (row_tiles > 2 && (c.resident > 1 || c.flags & BUFFERS_IN_STAGE)) continue;
         if (deep && c.stages < 3) continue;            // deep stages are twice as large
-        int stages;
-        pieces = cut_pieces(&t, jobs, &c, deep, tiles, &stages);
-        if (!t.stage_bytes) return false;              // floats only
-        if (c.flags & RING_FEW && (down >= 0 || pieces > cuda.card.n_sm)) continue;
-        if (c.flags & RING_SHORT && div_up(pieces, cuda.card.n_sm) * stages > SHORT_STAGES) continue;
-        if (!place_ring(&t, &c, jobs->choice.n)) continue;
-        ring = &c;
+        int steps;
+        n_items = set_items(&t, jobs, &c, deep, row_tiles, &steps);
+        if (!t.stage_bytes) return false;              // only floats
+        if (c.flags & BUFFERS_ONE_ITEM && (down >= 0 || n_items > cuda.card.n_sm)) continue;
+        if (c.flags & BUFFERS_FEW_STEPS && div_up(n_items, cuda.card.n_sm) * steps > FEW_STEPS) continue;
+        if (!place_buffers(&t, &c, jobs->choice.n)) continue;
+        buffers = &c;
         break;
     }
-    if (!ring) return false;
-    if (ring->flags & RING_IN_STAGE) p->variant += TILE_SIZES;
-    const int slots = cuda.card.n_sm * ring->resident;
+    if (!buffers) return false;
+    if (buffers->flags & BUFFERS_IN_STAGE) p->variant += TILE_SIZES;
+    const int slots = cuda.card.n_sm * buffers->resident;
     if (down >= 0) {
-        const int same = t.tiles[down], n_features = jobs->job[down].rows;
+        const int same = t.items[down], n_features = jobs->job[down].rows;
         if (same > MAX_ARRIVED || (size_t)t.n_pairs * n_features * sizeof(float) > PARTIAL_BYTES) return false;
-        t.runs = down_runs(same, slots);
+        t.expert_splits = choose_expert_splits(same, slots);
         t.results = cuda.partial;
         t.arrived = (int *)cuda.arrived;
-        pieces += (t.runs - 1) * same;
+        n_items += (t.expert_splits - 1) * same;
     }
     t.jobs = *jobs;
-    // Few pieces for each block: the same number for all of them, and what is left of the SMs is the next launch's.
-    const int rounds = div_up(pieces, slots);
+    // Few items for each block: the same number for all blocks; the other SMs are for the next launch.
+    const int items_each = div_up(n_items, slots);
     p->kernel = BY_TILES;
-    p->blocks = min_int(pieces, slots);
-    if (!t.n_pairs && rounds > 2 && rounds <= FEW_ROUNDS) p->blocks = div_up(pieces, rounds);
+    p->blocks = min_int(n_items, slots);
+    if (!t.n_pairs && items_each > 2 && items_each <= FEW_ITEMS) p->blocks = div_up(n_items, items_each);
     p->threads = TILE_BLOCK;
-    p->resident = ring->resident;
-    p->shared = (size_t)t.ring_at + sizeof(Ring);
+    p->resident = buffers->resident;
+    p->shared = (size_t)t.barriers_at + sizeof(StageBarriers);
     return true;
 }
 
