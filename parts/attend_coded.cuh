@@ -178,7 +178,8 @@ __device__ static inline unsigned pair_of(unsigned a, unsigned b, int i) {
     return permute_bytes(a, b, 0xc480u + 0x1111u * i);
 }
 
-// Of KV_ROTATION values of a key, lane k has 32. Its values 8 n + 4 c .. 8 n + 4 c + 3 are those from here on. type: of K
+// Of KV_ROTATION values of a key, lane k has 32. Its values 8 n + 4 c .. 8 n + 4 c + 3 are those from here on. type: of
+// K
 __device__ static inline int value_at(KvType type, int n, int k, int c) {
     return type == KV_TQ3 ? 32 * k + 8 * n + 4 * c : 32 * n + (type == KV_Q8_0 ? 4 * k + 16 * c : 8 * k + 4 * c);
 }
@@ -250,7 +251,8 @@ __device__ static inline void place_queries(const AttendTask &a, const AttendBlo
     for (int i = 4 * threadIdx.x; i < b.n_columns * HD; i += 4 * ATTEND_THREADS) {
         const int col = i / HD, place = i % HD, row = quotient(col, a.by_heads);
         const int h = min(col - row * a.heads, b.n_heads - 1);
-        const int at = place - place % KV_ROTATION + value_at(type, place % KV_ROTATION / 32, place % 32 / 8, place % 8 / 4);
+        const int at = place - place % KV_ROTATION + value_at(type, place % KV_ROTATION / 32, place % 32 / 8,
+                                                              place % 8 / 4);
         const float4 v = *(const float4 *)(a.q + ((size_t)(b.r0 + row) * a.n_heads + b.head + h) * HD + at);
         const uint2 hi = halves_of(v), lo = halves_of(half_residue(v));
         __half *to = smem.q + col * ROW + place;
