@@ -6420,8 +6420,8 @@ static void attend_flash(const Attend *o, const FlashPlan *f) {
     task.staged = o->staging != NULL, task.stage_slots = stage->slots;
     task.stage_k = (const __half *)stage->k.data, task.stage_v = (const __half *)stage->v.data;
     task.cache_k = (const __half *)c->k.data, task.cache_v = (const __half *)c->v.data;
-    task.k = coded_plane(&c->k, o->staging ? &stage->k : NULL), task.v = coded_plane(&c->v, o->staging ? &stage->v :
-                                                                                     NULL);
+    task.k = coded_plane(&c->k, o->staging ? &stage->k : NULL);
+    task.v = coded_plane(&c->v, o->staging ? &stage->v : NULL);
     task.rotated = kv_group(c->v.type), task.large_only = c->tail_slots;
     task.q = o->q, task.scale = o->scale * 1.44269504f, task.out = o->out;
     if (o->blocks) task.blocks = *o->blocks;

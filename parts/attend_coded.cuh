@@ -178,8 +178,7 @@ __device__ static inline unsigned pair_of(unsigned a, unsigned b, int i) {
     return permute_bytes(a, b, 0xc480u + 0x1111u * i);
 }
 
-// Of KV_ROTATION values of a key, lane k has 32. Its values 8 n + 4 c .. 8 n + 4 c + 3 are those from here on. type: of
-// K
+// Of KV_ROTATION values of a key, lane k has 32. Its values 8 n + 4 c .. 8 n + 4 c + 3 begin here. type: of K
 __device__ static inline int value_at(KvType type, int n, int k, int c) {
     return type == KV_TQ3 ? 32 * k + 8 * n + 4 * c : 32 * n + (type == KV_Q8_0 ? 4 * k + 16 * c : 8 * k + 4 * c);
 }
