@@ -1,7 +1,7 @@
 #!/bin/sh
 # The table of contents at the head of a long source lists the section banners below it, in order; no engine source
-# reads the environment or has lines over 120 columns; and the top of the tree has no unexpected files. Entries are "[n]  Title", one or
-# two on a line; banners are "// ==== [n] Title ====".
+# reads the environment or has lines over 120 columns; and the top of the tree has no unexpected files. Entries are "[n]  Title",
+# one or two on a line; banners are "// ==== [n] Title ====".
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
 
@@ -57,6 +57,15 @@ for file in gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts/*.h par
     [ -z "$long" ]
     check $? "$file: lines of more than 120 bytes:$long"
 done
+# The README's table of what to read first: the lines of each file, within a twentieth.
+sed -n 's/^| \([a-z0-9_/]*\.[a-z]*\) | \([0-9]*\) |.*/\1 \2/p' README.md >"$tmp/rows"
+check "$([ "$(wc -l <"$tmp/rows")" -ge 4 ]; echo $?)" "README.md: no table of files and lines"
+while read -r file lines; do
+    [ -f "$file" ] || continue
+    real=$(wc -l <"$file")
+    check "$([ $((20 * (real - lines))) -le "$real" ] && [ $((20 * (lines - real))) -le "$real" ]; echo $?)" \
+        "README.md: $file has $real lines, not $lines"
+done <"$tmp/rows"
 # The files at the top of the tree, in a git checkout: a mistyped redirection can create one that is then committed.
 top=" Makefile gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts web run.sh models tools tests docs README.md LICENSE \
 CONTRIBUTING.md .ci .gitignore .clang-format .editorconfig "
