@@ -966,6 +966,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/score.h"
 #include "parts/cpu.h"
 #include "parts/reference.h"
+#include "parts/answer.h"
 #include "parts/text.h"
 #include "parts/convert.h"
 #include "parts/session.h"

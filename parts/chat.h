@@ -1,6 +1,6 @@
 /* chat.h - conversations, and the commands of a chat.
  *
- * Uses engine.h; the callers compress.h, text.h [4] (shows answers) and lines.h (reads what the user types). Begin with
+ * Uses engine.h; the callers compress.h, answer.h and lines.h (reads what the user types). Begin with
  * chat_loop() and answer().
  *   [1] Messages and answers    [2] Commands */
 #ifndef CHAT_H

@@ -879,7 +879,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     if (!f->raw) print_template(&tok);
     print_sampling(m, &c.options.sampling);
     read_weights(m, f->check_tensors);                 // before stop_on(): Ctrl-C ends the process at once
-    stop_on(SIGINT);
+    if (!f->greedy) stop_on(SIGINT);                   // the plain loop is ended by the signal itself
     int status = 0;
     if (f->greedy) {
         answer_greedy(m, &tok, &ids, (int)f->n_predict);

@@ -1,6 +1,6 @@
 /* convert.h - verb_quantize() writes a model with other block formats.
  *
- * Uses load.h, base.h (threads, output files) and text.h (signals). Begin with verb_quantize(). */
+ * Uses load.h, base.h (threads, output files) and answer.h (signals). Begin with verb_quantize(). */
 #ifndef CONVERT_H
 #define CONVERT_H
 

@@ -1,7 +1,7 @@
 /* lines.h - reads the lines that the user types, as UTF-8. libedit or readline edits them, or else the terminal driver.
  * Part of gemma4.c, which includes it; tests/lines.c includes it alone, built with each library.
  *
- * Uses base.h, tokenizer.h (TokText) and text.h [4] (signals). Begin with read_message().
+ * Uses base.h, tokenizer.h (TokText) and answer.h (signals). Begin with read_message().
  *   [1] The character set    [2] One line    [3] Messages and history */
 #ifndef LINES_H
 #define LINES_H

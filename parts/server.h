@@ -2,7 +2,7 @@
  * the answers go out as JSON or as a stream of events.
  *
  * Uses engine.h, grammar.h, schema.h; the callers store.h (idle conversations), chat.h [1] (lists of messages) and
- * text.h [4] (hashes). Begin with serve() and run_engine().
+ * answer.h (hashes). Begin with serve() and run_engine().
  *   [1] JSON written    [2] What a request says    [3] Jobs and the scheduler    [4] Answers, whole and as streams
  *   [5] Dialects: /v1/messages and /v1/responses   [6] Other endpoints    [7] HTTP: checks, routes    [8] The verb
  *

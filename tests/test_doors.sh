@@ -12,8 +12,6 @@ cd "$(dirname "$0")/.." || exit 1
 http=
 pkg-config --exists 'libmicrohttpd >= 0.9.71' 2>/dev/null && http="-DUSE_MICROHTTPD $(pkg-config --cflags libmicrohttpd)"
 echo '""' >"$tmp/page.h"                            # in place of the chat page
-sed -n '/^\/\/ ==== \[4\] Answers on the terminal /,/^#endif/p' parts/text.h | grep -v '^#endif' >"$tmp/answers.h"
-ok "text.h: has a section of answers on the terminal" grep -q '^static bool print_answer' "$tmp/answers.h"
 compile() { # compile FILE: leaves $status and the compiler's messages in $tmp/err
     # shellcheck disable=SC2086  # CC and http are words
     ${CC:-cc} -std=c11 -fsyntax-only -Wall -Wextra -Werror=implicit-function-declaration -Wno-unused-function $http \
@@ -38,9 +36,9 @@ caller compress.h
 ok "compress.h sees engine.h alone" [ "$status" -eq 0 ]
 caller niah.h parts/compress.h
 ok "niah.h sees engine.h and compress.h" [ "$status" -eq 0 ]
-caller chat.h answers.h parts/lines.h parts/compress.h
+caller chat.h parts/answer.h parts/lines.h parts/compress.h
 ok "chat.h sees engine.h and three callers" [ "$status" -eq 0 ]
-caller server.h answers.h parts/lines.h parts/compress.h parts/chat.h parts/store.h
+caller server.h parts/answer.h parts/lines.h parts/compress.h parts/chat.h parts/store.h
 ok "server.h sees engine.h and callers" [ "$status" -eq 0 ]
 [ "$http" ] || skip "store.h and server.h: no libmicrohttpd, so most of them is not compiled"
 extra='static int look(const Model *m) { return m->config.vocab; }'       # the check itself: it notices who looks inside
