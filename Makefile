@@ -87,12 +87,14 @@ no-cuda:
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
 	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
-$(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o
+$(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o $(B)/plain.o
 	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
+$(B)/plain.o: parts/plain.cu gemma4.h parts/kv.h parts/cards.h $(B)/cuda-flags
+	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
 $(B)/page.h: web/index.html
 	@mkdir -p $(B) && sed 's/[\\"?]/\\&/g; s/.*/"&\\n"/' $< > $@.part && mv -f $@.part $@
@@ -140,17 +142,20 @@ $(B)/gemma4-tested: $(SOURCES) $(B)/flags
 $(LINES): $(B)/lines-%: tests/lines.c parts/lines.h $(B)/flags
 	$(TEST_COMPILE) $(call edit_flag,$(filter-out none,$*)) $< -o $@ $(LDFLAGS) $(call edit_lib,$(filter-out none,$*))
 $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine $(B)/engine.a \
-    $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o)
+    $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o $(B)/plain.o)
 ifeq ($(ENGINE),cuda)
 	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
-	$(LINK) $@.o $(B)/engine.a $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
+	$(LINK) $@.o $(B)/engine.a $(B)/kernels.o $(B)/plain.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
 else
 	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -Wno-unused-function $< $(B)/engine.a $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
 endif
-$(EMULATED): $(E)/kernels.o $(E)/emulator.o
-$(EMULATED): GPU_FLAGS = -DUSE_CUDA -DEMULATED=1 -rdynamic $(E)/kernels.o $(E)/emulator.o
+$(EMULATED): $(E)/kernels.o $(E)/plain.o $(E)/emulator.o
+$(EMULATED): GPU_FLAGS = -DUSE_CUDA -DEMULATED=1 -rdynamic $(E)/kernels.o $(E)/plain.o $(E)/emulator.o
 $(EMULATED): GPU_LIBS = -ldl
 $(E)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
+	@mkdir -p $(E)
+	$(EMULATE) $(KERNEL_FLAGS) -xc++ -c $< -o $@
+$(E)/plain.o: parts/plain.cu gemma4.h parts/kv.h parts/cards.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags
 	@mkdir -p $(E)
 	$(EMULATE) $(KERNEL_FLAGS) -xc++ -c $< -o $@
 $(E)/emulator.o: tests/cuda_on_cpu/emulator.cpp parts/cards.h $(wildcard tests/cuda_on_cpu/*.h) $(B)/flags

@@ -63,7 +63,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "parts/cards.h"
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(__HIPCC__)
 #define HOST_DEVICE __host__ __device__  // for functions that both host and device run
 #else
 #define HOST_DEVICE
@@ -83,7 +83,7 @@ typedef enum {
     T_Q4_K = 12, T_Q5_K = 13, T_Q6_K = 14, T_IQ4_NL = 20, T_IQ4_XS = 23, T_BF16 = 30, T_MXFP4 = 39, T_NVFP4 = 40
 } DType;
 
-static inline bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
+HOST_DEVICE static inline bool is_quantised(DType t) { return t != T_F32 && t != T_F16 && t != T_BF16; }
 
 typedef struct {
     const void  *data;               // (n, rows, cols) as in the file; the backend's own layout once uploaded
@@ -631,6 +631,7 @@ typedef struct Ops {
 const Ops *reference_ops(void);      // parts/reference.h: the definition
 const Ops *cpu_ops(void);            // parts/cpu.h
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use
+const Ops *plain_ops(void);          // parts/plain.cu: plain kernels on any GPU; NULL: there is none
 // To be called before anything else of the CUDA backend: plan as for this card (parts/cards.h), its memory included,
 // but never for more than the real card has. NULL: plan for the real card.
 void cuda_pretend(const Card *card);

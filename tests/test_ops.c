@@ -14,7 +14,8 @@
  *   buffers           outputs start as NaN (all bits set) and are followed by guard bytes; inputs must stay unchanged
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA
- * backend only; -cuda -few: every fifth case, without the 100 rows for cuBLAS. The CPU backend runs every second case,
+ * backend only; -plain: the plain CUDA backend only; -few after it: every fifth case, without the 100 rows for cuBLAS;
+ * plain: every fiftieth. The CPU backend runs every second case,
  * with LONG=1 all. TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
@@ -2779,10 +2780,12 @@ static void test_parallel(void) {
 
 int main(int argc, char **argv) {
     take_card(&argc, argv);
-    const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = argc > 2 && strcmp(argv[2], "-few") == 0;
+    const bool plain = argc > 1 && strcmp(argv[1], "-plain") == 0;
+    const bool cpu = !plain && (argc < 2 || strcmp(argv[1], "-cuda") != 0);
+    const bool few = argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
     const char *whole = getenv("LONG");
-    if (!cpu && few) n_runs_100 = 5, every = 5;
+    if (!cpu && few) n_runs_100 = 5, every = plain ? 50 : 5;
     else if (cpu && (!whole || !strcmp(whole, "0"))) every = 2;
     if (argc == 1) {
         start_threads(3);
@@ -2791,7 +2794,8 @@ int main(int argc, char **argv) {
     if (cpu) run_all(cpu_ops(), only);
     if (cpu) every = 1;
 #ifdef USE_CUDA
-    if (cuda_ops()) run_all(cuda_ops(), only);
+    const Ops *gpu = plain ? plain_ops() : cuda_ops();
+    if (gpu) run_all(gpu, only);
     else SKIP("no GPU: the CUDA backend's operations");
 #else
     SKIP("built without CUDA: the CUDA backend's operations");

@@ -11,8 +11,8 @@
  *   stop strings   compared with a plain search, for any division of the text
  *
  * All tests except the first and the last run with any backend. TEST_TIMES=1 prints the time of one row of 262144
- * logits. Arguments: -cuda for the CUDA backend only, -cuda -few for a fifteenth of choice, edges and spread; then the
- * tests to run: distribution (not with -cuda), choice, edges, spread, seen, position; none: all. */
+ * logits. Arguments: -cuda for the CUDA backend only, -plain for the plain CUDA backend only, -few after it for a
+ * fifteenth of choice, edges and spread; then the tests to run: distribution (not with these), choice, edges, spread, seen, position; none: all. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -845,7 +845,9 @@ static void run_all(const Ops *table, char **only) {
 
 int main(int argc, char **argv) {
     take_card(&argc, argv);
-    const bool cpu = argc < 2 || strcmp(argv[1], "-cuda") != 0, few = !cpu && argc > 2 && strcmp(argv[2], "-few") == 0;
+    const bool plain = argc > 1 && strcmp(argv[1], "-plain") == 0;
+    const bool cpu = !plain && (argc < 2 || strcmp(argv[1], "-cuda") != 0);
+    const bool few = !cpu && argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
     if (few) shares = 15;
     test_weights();
@@ -853,7 +855,8 @@ int main(int argc, char **argv) {
     if (cpu) run_all(reference_ops(), only);
     if (cpu) run_all(cpu_ops(), only);
 #ifdef USE_CUDA
-    if (cuda_ops()) run_all(cuda_ops(), only);
+    const Ops *gpu = plain ? plain_ops() : cuda_ops();
+    if (gpu) run_all(gpu, only);
     else SKIP("no GPU: the CUDA backend's sampler");
 #else
     SKIP("built without CUDA: the CUDA backend's sampler");
