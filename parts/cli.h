@@ -34,7 +34,7 @@ typedef struct {
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
-    const char *fill, *svg, *scorer, *card;
+    const char *fill, *svg, *scorer, *card, *backend;
     const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
     double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
@@ -183,6 +183,10 @@ static const Flag flags[] = {
       "itself" },
     { "--against", NULL, "cpu|reference", FLAG_CHOICE, CHECK, FIELD(against), 0, 0,
       "check: compare with this; reference: plain loops, slow on large files; default cpu" },
+    { "--backend", NULL, "cuda|plain|cpu|reference", FLAG_CHOICE, RUNS | PLANS | BENCH | CHECK | PPL | NIAH,
+      FIELD(backend), 0, 0,
+      "cuda: fast kernels for GPUs; plain: plain kernels, for reading and for older GPUs; cpu; reference: plain loops; "
+      "default: the first of cuda, plain and cpu that works here" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
       "plan as if the device had G GiB of memory, and stop if that is not enough; default: free memory" },
     { "--card", NULL, CARD_NAMES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(card), 0, 0,
@@ -1031,19 +1035,25 @@ static void run_logits(const Flags *f, const Ops *ops, ModelOptions o) {
     verb_logits(f->model, ops, o, f->ids, f->out, f->dump, f->check_tensors);
 }
 
-// Returns the operations of the GPU if this program can use one, else those of the CPU. --card NAME: the GPU is treated
-// as that card.
+// Returns the operations that --backend names, else those of the GPU if this program can use one, else those of the CPU.
+// --card NAME: the GPU is treated as that card.
 static const Ops *choose_ops(const Flags *f) {
     const Card *card = f->card ? find_card(f->card) : NULL;
+    const bool plain = is_choice(f->backend, "plain"), named = plain || is_choice(f->backend, "cuda");
     const Ops *ops = NULL;
-    const char *advice = "this build has no CUDA; build with make cuda";
+    const char *advice = "this build has no CUDA; build with make cuda", *missing = advice;
+    if (card && f->backend && (plain || !named)) die("--card: expected --backend cuda, got %s", f->backend);
+    if (f->backend && !named) return is_choice(f->backend, "cpu") ? cpu_ops() : reference_ops();
 #ifdef USE_CUDA
     cuda_pretend(card);
-    ops = cuda_ops();
-    if (!ops && f->verb == PLAN) ops = cuda_plan_ops();
+    ops = plain ? plain_ops() : cuda_ops();
+    if (!ops && !plain && f->verb == PLAN) ops = cuda_plan_ops();
+    if (!ops && !named && !card) ops = plain_ops();    // a GPU that the fast kernels do not support, as cuda_ops() said
     advice = "no GPU found; without one, only gemma4 plan works";
+    missing = "no GPU found that it can use";
 #endif
     if (card && !ops) die("--card: %s: %s", card->name, advice);
+    if (named && !ops) die("--backend: %s: %s", f->backend, missing);
     return ops ? ops : cpu_ops();
 }
 

@@ -120,7 +120,8 @@ static bool find_device(void) {
         const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
         found = major >= LEAST_MAJOR;
         if (!found)
-            fprintf(stderr, "# cuda: %s has compute capability %d.%d, but %d.0 or newer is needed: no GPU is used\n",
+            fprintf(stderr, "# cuda: %s has compute capability %d.%d, but the fast kernels need %d.0 or newer; "
+                    "--backend plain runs on it\n",
                     device_name(), major, device_attribute(cudaDevAttrComputeCapabilityMinor), LEAST_MAJOR);
     } else if (e == cudaErrorInsufficientDriver) {     // the driver is too old, or missing: version 0
         if (cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess && driver)

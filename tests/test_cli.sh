@@ -379,6 +379,7 @@ while read -r names; do
         "--draft-max "*) good="4 --spec ngram" bad=64 ;;
         "--kv-layout "*) good=untied bad=both ;;
         "--against "*) verb=check plain='' good=reference bad=metal ;;
+        "--backend "*) good=cpu bad=metal ;;
         "--vram "*) good=4 bad=0.001 ;;
         "--card "*) continue ;;                           # test_device tests it
         "--top-logits "*) good=2 bad=-1 ;;

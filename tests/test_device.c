@@ -226,22 +226,46 @@ static void test_cards(void) {
           "a card of 3 GiB, 1 GiB in use: %zu bytes free of %zu", memory[0], memory[1]);
 }
 
+// ==== --backend ======================================================================================================
+// The plain kernels tell the CPU's story. In the emulator a token takes a while, so there are few of them.
+
+static void test_backends(void) {
+    static const char *minis[] = { MINI, "models/gemma4-mini-e-q8_0.gguf" };
+    for (size_t i = 0; i < sizeof minis / sizeof *minis; i++) {
+        char words[300];
+        snprintf(words, sizeof words, "%s --raw -p Once -n 16 -c 64 --temp 0 -t 1 --backend cpu", minis[i]);
+        CHECK(gemma4(VISIBLE, NULL, NULL, words) == 0 && strstr(err, "# backend: cpu, "), "--backend cpu: %s", err);
+        char *want = strdup(out);
+        memcpy(strstr(words, "cpu"), "plain", 6);
+        CHECK(gemma4(VISIBLE, NULL, NULL, words) == 0 && strstr(err, "# backend: plain, ") && *want && !strcmp(out, want),
+              "%s: got '%s', want '%s': %s", words, out, want, err);
+        free(want);
+    }
+    CHECK(gemma4(HIDDEN, NULL, NULL, MINI " -p hi --backend plain") == 1 && strstr(err, "--backend: plain: no GPU found"),
+          "--backend plain without a GPU: %s", err);
+    CHECK(gemma4(VISIBLE, NULL, NULL, MINI " -p hi --backend plain --card rtx3090") == 1 &&
+          strstr(err, "--card: expected --backend cuda, got plain"), "--backend plain --card: %s", err);
+}
+
 // ==== Faults =========================================================================================================
 
 static void test_faults(const char *model) {
     char run[1100], as_card[1200];
     snprintf(run, sizeof run, "%s -p ab --raw -n 1 -c 64 --temp 0 --ignore-eos -t 1", model);
     snprintf(as_card, sizeof as_card, "%s --card rtx3090", run);
-    static const struct { const char *fault, *says; } unused[] = {
+    static const struct { const char *fault, *says, *backend; } unused[] = {
         { "driver", "# cuda: the driver supports CUDA 11.4, but this program was built with CUDA 12.0: no GPU is used; "
-                    "update the driver, or build with an older toolkit\n" },
-        { "old", "# cuda: emulated h100 has compute capability 7.0, but 8.0 or newer is needed: no GPU is used\n" },
-        { "none", "" } };
+                    "update the driver, or build with an older toolkit\n", "cpu (no GPU usable by this build)" },
+        { "old", "# cuda: emulated h100 has compute capability 7.0, but the fast kernels need 8.0 or newer; "
+          "--backend plain runs on it\n", "plain" },
+        { "none", "", "cpu (no GPU usable by this build)" } };
     for (size_t i = 0; i < sizeof unused / sizeof *unused; i++) {
         const char *fault = unused[i].fault, *says = unused[i].says;
-        CHECK(gemma4(VISIBLE, NULL, fault, run) == 0, "fault %s: the CPU does not run: %s", fault, err);
+        char backend[80];
+        snprintf(backend, sizeof backend, "# backend: %s, ", unused[i].backend);
+        CHECK(gemma4(VISIBLE, NULL, fault, run) == 0, "fault %s: no other backend runs: %s", fault, err);
         const char *said = strstr(err, says);
-        CHECK(said && !strstr(said + !!*says, "# cuda: ") && strstr(err, "# backend: cpu (no GPU usable by this build)"),
+        CHECK(said && !strstr(said + !!*says, "# cuda: ") && strstr(err, backend),
               "fault %s: expected '%s' once in: %s", fault, says, err);
         CHECK(gemma4(VISIBLE, NULL, fault, as_card) == 1 && strstr(err, "--card: rtx3090: no GPU found"),
               "fault %s: --card: %s", fault, err);
@@ -352,7 +376,7 @@ int main(void) {
     const bool has_gpu = wait_for_child(child) == 1;
     const char *model = kept(make_model("device", "micro-e", "q8_0", NULL));
     test_plans(has_gpu);
-    if (has_gpu) test_runs(model);
+    if (has_gpu) test_runs(model), test_backends();
     else SKIP("no GPU: runs with --card");
 #ifdef EMULATED
     test_cards();
