@@ -15,6 +15,7 @@ PREFIX  ?= /usr/local
 MODEL   ?= models/gemma4-mini-q8_0.gguf
 # Without a GPU to look at: the oldest that the kernels run on; newer ones translate it when they load it.
 ARCH    ?= $(if $(wildcard /dev/nvidiactl),native,sm_80)
+PLAIN_ARCH ?= sm_75
 NVCC    ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 # HAS_GPU= on the command line: as on a machine without one. In WSL a GPU is dxg, on a Jetson nvhost-gpu.
 HAS_GPU ?= $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
@@ -87,14 +88,15 @@ no-cuda:
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/flags
 	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
-$(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/kernels.o $(B)/plain.o
+$(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/plain.o $(B)/kernels.o
 	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
+# The plain kernels are for older GPUs too, whatever ARCH says; newer ones translate them when they load them.
 $(B)/plain.o: parts/plain.cu gemma4.h parts/kv.h parts/cards.h $(B)/cuda-flags
-	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
+	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo -arch=$(PLAIN_ARCH) $(NVCC_FLAGS) -c $< -o $@
 # The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
 $(B)/page.h: web/index.html
 	@mkdir -p $(B) && sed 's/[\\"?]/\\&/g; s/.*/"&\\n"/' $< > $@.part && mv -f $@.part $@
@@ -145,7 +147,7 @@ $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SO
     $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o $(B)/plain.o)
 ifeq ($(ENGINE),cuda)
 	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
-	$(LINK) $@.o $(B)/engine.a $(B)/kernels.o $(B)/plain.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
+	$(LINK) $@.o $(B)/engine.a $(B)/plain.o $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
 else
 	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -Wno-unused-function $< $(B)/engine.a $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
 endif

@@ -1035,8 +1035,8 @@ static void run_logits(const Flags *f, const Ops *ops, ModelOptions o) {
     verb_logits(f->model, ops, o, f->ids, f->out, f->dump, f->check_tensors);
 }
 
-// Returns the operations that --backend names, else those of the GPU if this program can use one, else those of the CPU.
-// --card NAME: the GPU is treated as that card.
+// Returns the operations that --backend names, else those of the GPU if this program can use one, else those of the
+// CPU. --card NAME: the GPU is treated as that card.
 static const Ops *choose_ops(const Flags *f) {
     const Card *card = f->card ? find_card(f->card) : NULL;
     const bool plain = is_choice(f->backend, "plain"), named = plain || is_choice(f->backend, "cuda");

@@ -42,13 +42,13 @@ compare() {
     }' "$1"
 }
 
-for file in gemma4.c parts/*.h parts/*.cuh gemma4_kernels.cu tests/make_gguf.c; do
+for file in gemma4.c parts/*.h parts/*.cuh parts/*.cu gemma4_kernels.cu tests/make_gguf.c; do
     [ "$file" = gemma4.c ] || [ -f "$file" ] || continue
     differences=$(compare "$file" 2>&1)
     [ -z "$differences" ]
     check $? "$differences"
 done
-for file in gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts/*.h parts/*.cuh; do
+for file in gemma4.c gemma4.h gemma4_kernels.cu gguf.h tokenizer.h parts/*.h parts/*.cuh parts/*.cu; do
     [ "$file" != gemma4_kernels.cu ] || [ -f "$file" ] || continue
     uses=$(grep -nE '\b(secure_)?getenv *\(' "$file" 2>&1)
     [ -z "$uses" ]
