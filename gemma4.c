@@ -973,6 +973,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/bench.h"
 #include "parts/compress.h"
 #include "parts/niah.h"
+#include "parts/view.h"
 #include "parts/lines.h"
 #include "parts/chat.h"
 #include "parts/store.h"

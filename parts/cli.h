@@ -18,13 +18,13 @@
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
     SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH,
-    RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL, ANY = 2047
+    VIEW = 2048, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL, ANY = 4095
 } Verb;
 
 static const struct { const char *name; Verb verb; } verbs[] = {
     { "logits", LOGITS }, { "tokenize", TOKENIZE }, { "detokenize", DETOKENIZE }, { "quantize", QUANTIZE },
     { "bench", BENCH }, { "plan", PLAN }, { "check", CHECK }, { "serve", SERVE },
-    { "ppl", PPL }, { "niah", NIAH }
+    { "ppl", PPL }, { "niah", NIAH }, { "view", VIEW }
 };
 
 typedef struct {
@@ -41,7 +41,7 @@ typedef struct {
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, tail, draft_max, draft_min_p, tree;
-    double pflash, pflash_from, pflash_density, n_needles, compress;
+    double pflash, pflash_from, pflash_density, n_needles, compress, last;
     TextList biases, stops;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
         lazy_draft;
@@ -210,6 +210,8 @@ static const Flag flags[] = {
       "tokenize: parse no special tokens; default: only those around tool calls and thoughts" },
     { "--special", NULL, NULL, FLAG_ON, TOKENIZE | PPL, FIELD(special), 0, 0,
       "tokenize, ppl: parse all special tokens, such as <|turn>; default: as above, for ppl none" },
+    { "--last", NULL, "N", FLAG_INT, VIEW, FIELD(last), 1, VIEW_MOST,
+      "view: show the last N tokens of the dump; default 64" },
     { "--chunks", NULL, "N", FLAG_INT, PPL, FIELD(n_chunks), 0, INT_MAX,
       "ppl: number of chunks; default 0: the whole text" },
     { "--ppl-stride", NULL, "N", FLAG_INT, PPL, FIELD(stride), 0, MAX_CONTEXT,
@@ -288,7 +290,7 @@ static const struct { const char *first, *title; } groups[] = {   // headings of
     { "-md", "speculative decoding" }, { "-c", "context and KV cache" },
     { "--pflash", "sparse attention and prompt compression (lossy)" }, { "--against", "device" },
     { "--show-thoughts", "output" },
-    { "--ids", "logits, tokenize, detokenize, ppl" }, { "-p", "bench" }, { "-p", "niah" },
+    { "--ids", "logits, tokenize, detokenize, view, ppl" }, { "-p", "bench" }, { "-p", "niah" },
     { "--host", "serve" }, { "-h", "help" }
 };
 
@@ -344,6 +346,8 @@ static void print_help(void) {
            "  gemma4 logits MODEL.gguf --ids FILE -o FILE      logits of every position, after the soft-cap\n"
            "  gemma4 tokenize MODEL.gguf (-p TEXT | -f FILE)   token ids of a text; no <bos> is added\n"
            "  gemma4 detokenize MODEL.gguf --ids \"2 105 2364\"  text of token ids\n"
+           "  gemma4 view DIR                                  the dump of a run (--dump DIR) as an HTML page on "
+           "stdout\n"
            "  gemma4 bench MODEL.gguf [flags]                  tokens per second, as llama-bench measures them\n"
            "  gemma4 ppl MODEL.gguf -f TEXT [flags]            perplexity, as llama-perplexity computes it; --kld: KL "
            "divergence\n"
@@ -994,6 +998,8 @@ static bool run_file_verb(const Flags *f) {
     } else if (f->verb == DETOKENIZE) {
         if (!f->ids) die("--ids: expected token ids; try --ids \"2 105 2364\"");
         verb_detokenize(f->model, f->ids);
+    } else if (f->verb == VIEW) {
+        verb_view(f->model, (int)f->last);
     } else if (f->verb == QUANTIZE) {
         if (!f->type) die("quantize: expected three arguments: IN OUT.gguf TYPE");
         verb_quantize(f->model, f->target, f->type);
@@ -1062,7 +1068,7 @@ static int command_line(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
                 .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
-                .pflash_from = 16384, .n_needles = 1 };
+                .pflash_from = 16384, .n_needles = 1, .last = VIEW_ROWS };
     int status = 0;
     parse_flags(&f, argc, argv);
     if (f.help) {
@@ -1077,8 +1083,9 @@ static int command_line(int argc, char **argv) {
     }
     const uint16_t one = 1;
     if (*(const uint8_t *)&one != 1) die("gemma4 needs a little-endian machine");
+    if (!f.model && f.verb == VIEW) die("expected the folder of a dump; try gemma4 view DIR >page.html");
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
-    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN))) start_threads((int)f.n_threads);
+    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN | VIEW))) start_threads((int)f.n_threads);
     if (run_file_verb(&f)) return 0;
 
     const Ops *ops = choose_ops(&f);

@@ -389,6 +389,9 @@ static void check_dump_files(const Model *m, const char *dir, int rows, int kept
         EXISTS("out_scaled", l, rows, c->dim);
         EXISTS("l_out", l, rows, c->dim);
     }
+    EXISTS("rows", -1, rows, 3);
+    for (int l = 0; l < c->n_layers; l++) EXISTS("lens", l, kept, LENS * 3);
+    expected++;                                        // model.json
     EXISTS("result_norm", -1, kept, c->dim);
     EXISTS("result_output", -1, kept, c->vocab);
 #undef EXISTS
