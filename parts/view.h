@@ -248,7 +248,7 @@ static double *view_attention(const View *v, int l) {
 }
 
 // The indices of the n largest of `count` values, largest first; the lower index first if two are equal. n <= count.
-static void largest(const double *values, int count, int n, int *index) {
+static void pick_largest(const double *values, int count, int n, int *index) {
     for (int i = 0; i < n; i++) {
         int best = -1;
         for (int j = 0; j < count; j++) {
@@ -264,7 +264,7 @@ static void largest(const double *values, int count, int n, int *index) {
 static void chosen_experts(const View *v, const float *logits, int *expert, double *weight) {
     double *wide = alloc_or_die((size_t)v->n_experts, sizeof *wide), sum = 0;
     for (int e = 0; e < v->n_experts; e++) wide[e] = logits[e];
-    largest(wide, v->n_experts, v->n_used, expert);
+    pick_largest(wide, v->n_experts, v->n_used, expert);
     for (int i = 0; i < v->n_used; i++) sum += weight[i] = exp(wide[expert[i]] - wide[expert[0]]);
     for (int i = 0; i < v->n_used; i++) weight[i] /= sum;
     free(wide);
@@ -397,7 +397,7 @@ static const char view_head[] =
     "</style>\n";
 
 static void page_head(const View *v) {
-    printf("<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n<title>Inside ");
+    printf("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<title>Inside ");
     page_text((TokStr){ v->name.s, v->name.n }, 80);
     printf("</title>\n%s</head>\n<body>\n<h1>Inside ", view_head);
     page_text((TokStr){ v->name.s, v->name.n }, 80);
@@ -552,7 +552,7 @@ static void page_most_attended(const View *v, const double *attention, int i) {
     for (int h = 0; h < v->n_heads; h++)
         for (int j = 0; j < width; j++)
             mean[j] += attention[((size_t)h * (size_t)v->n + (size_t)i) * (size_t)width + (size_t)j] / v->n_heads;
-    largest(mean, width, count, index);
+    pick_largest(mean, width, count, index);
     printf("<td>");
     for (int k = 0; k < count && mean[index[k]] >= 0.005; k++) {
         printf("%s", k ? ", " : "");

@@ -335,6 +335,7 @@ while read -r names; do
         "--spec-force "*) verb=bench good=0.7,0.5 bad=2 plain="-r 1 -p 0 -n 2 -md $drafter" ;;
         "-p --n-prompt " | "-n --n-gen " | "-d --n-depth " | "-r --repetitions " | "--rows " | "--fill " | \
         "--pflash-density ") continue ;;                                                               # of bench, below
+        "--last ") verb=view plain='' file="$tmp/dump" good=8 bad=0 ;;
         "--chunks ") verb=ppl plain="-f $tmp/long.txt -c 64" good=2 bad=-1 ;;
         "--ppl-stride ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good=16 bad=64 ;;
         "--kld-base " | "--kld ") verb=ppl plain="-f $tmp/long.txt -c 64 --chunks 2" good="$tmp/base" bad=/nowhere/x ;;
