@@ -322,25 +322,23 @@ static void page_cells(const double *values, int rows, int cols, int stride) {
     }
 }
 
-// Begins a heat map. row_labels: the id of its labels, which page_labels() has defined, as those of the columns.
-static void begin_map(const char *title, const char *row_labels, int rows, int cols) {
-    const int width = LEFT + cols * CELL + 24, height = TOP + rows * CELL + 4;
+// Begins a heat map with a column for each of n tokens; earlier: and one before them for all tokens that are not shown.
+// row_labels: the id of its labels, which page_labels() has defined, as those of the columns.
+static void begin_map(const char *title, const char *row_labels, int rows, int n, bool earlier) {
+    const int width = LEFT + (n + earlier) * CELL + 24, height = TOP + rows * CELL + 4;
     printf("<figure><figcaption>%s</figcaption><svg width=\"%d\" height=\"%d\" role=\"img\" aria-label=\"%s\">"
-           "<use href=\"#%s\"/><use href=\"#columns\"/><g transform=\"translate(%d %d) "
+           "<use href=\"#%s\"/><use href=\"#columns\" x=\"%d\"/>%s<g transform=\"translate(%d %d) "
            "scale(%d)\">", title, width, height,
-           title, row_labels, LEFT, TOP + CELL / 2, CELL);
+           title, row_labels, earlier * CELL, earlier ? "<use href=\"#earlier\"/>" : "", LEFT, TOP + CELL / 2, CELL);
 }
 
 static void end_map(void) { printf("</g></svg></figure>\n"); }
 
-static int n_columns(const View *v) { return v->n + (v->first > 0); }  // the first may be all tokens not shown
-
 static void page_label(const View *v, int i, bool column) {
-    const int at = TOP + i * CELL + CELL - 3, x = LEFT + (i + (v->first > 0)) * CELL + CELL - 3;
-    if (column) printf("<text transform=\"translate(%d %d) rotate(-60)\">", x, TOP - 4);
-    else printf("<text x=\"%d\" y=\"%d\" class=\"end\">", LEFT - 4, at);
-    if (i < 0) printf("earlier");
-    else page_token(v, v->token[v->first + i], LABEL);
+    const int at = i * CELL + CELL - 3;
+    if (column) printf("<text transform=\"translate(%d %d) rotate(-60)\">", LEFT + at, TOP - 4);
+    else printf("<text x=\"%d\" y=\"%d\" class=\"end\">", LEFT - 4, TOP + at);
+    page_token(v, v->token[v->first + i], LABEL);
     printf("</text>");
 }
 
@@ -349,8 +347,10 @@ static void page_labels(const View *v) {
     printf("<svg width=\"0\" height=\"0\" class=\"defs\"><defs><g id=\"rows\">");
     for (int i = 0; i < v->n; i++) page_label(v, i, false);
     printf("</g>\n<g id=\"columns\">");
-    for (int i = v->first ? -1 : 0; i < v->n; i++) page_label(v, i, true);
-    printf("</g>\n<g id=\"layers\">");
+    for (int i = 0; i < v->n; i++) page_label(v, i, true);
+    printf("</g>\n<text id=\"earlier\" transform=\"translate(%d %d) "
+           "rotate(-60)\">earlier</text>", LEFT + CELL - 3, TOP - 4);
+    printf("\n<g id=\"layers\">");
     for (int l = 0; l < v->n_layers; l++)
         printf("<text x=\"%d\" y=\"%d\" class=\"end\">layer %d</text>", LEFT - 4, TOP + l * CELL + CELL - 3, l);
     printf("</g></defs></svg>\n");
@@ -373,6 +373,7 @@ static const char view_head[] =
     "h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.2rem; margin: 1.6rem 0 .4rem; }\n"
     "h3 { font-size: 1rem; margin: 1rem 0 .3rem; }\n"
     "p, li { max-width: 46rem; } p { margin: .4rem 0; }\n"
+    "ul { padding-left: 1.2rem; }\n"
     ".quiet, figcaption, small { color: var(--quiet); font-size: .875rem; }\n"
     ".run { background: var(--side); border-radius: .5rem; padding: .5rem .8rem; overflow-wrap: anywhere; max-width: "
     "none; }\n"
@@ -513,16 +514,15 @@ static Lengths *read_lengths(const View *v) {                          // (n_lay
 
 // A map of layers and tokens: the length of what one block adds, divided by that of the stream before the layer.
 static void page_overview_map(const View *v, const char *title, const Lengths *all, size_t field) {
-    const int cols = n_columns(v), skip = cols - v->n;
-    double *ratio = alloc_or_die((size_t)v->n_layers * (size_t)cols, sizeof *ratio);
+    double *ratio = alloc_or_die((size_t)v->n_layers * (size_t)v->n, sizeof *ratio);
     for (int l = 0; l < v->n_layers; l++) {
         double *added;
         memcpy(&added, (const char *)&all[l] + field, sizeof added);
-        double *row = ratio + (size_t)l * (size_t)cols + skip;
+        double *row = ratio + (size_t)l * (size_t)v->n;
         for (int i = 0; i < v->n; i++) row[i] = added[i] / all[l].before[i];
     }
-    begin_map(title, "layers", v->n_layers, cols);
-    page_cells(ratio, v->n_layers, cols, cols);
+    begin_map(title, "layers", v->n_layers, v->n, false);
+    page_cells(ratio, v->n_layers, v->n, v->n);
     end_map();
     free(ratio);
 }
@@ -602,7 +602,7 @@ static void page_layer_table(const View *v, int l, const Lengths *n, const doubl
 // The heat maps of a layer's heads. What a row may see has a grey background, which is defined once for the layer.
 static void page_heads(const View *v, int l, const double *attention) {
     const ViewLayer *layer = &v->layer[l];
-    const int group = v->n_heads / layer->n_kv_heads, skip = v->first > 0, cols = n_columns(v);
+    const int group = v->n_heads / layer->n_kv_heads, skip = v->first > 0;
     printf("<h3>What each head looks at</h3>\n<p class=\"quiet\">A row is the token that looks, a column the token "
            "that it "
            "looks at. Grey: it may look there. Color: attention weight; blank: less than 0.4 %%, full color: 88 %% or "
@@ -619,9 +619,9 @@ static void page_heads(const View *v, int l, const double *attention) {
     for (int h = 0; h < v->n_heads; h++) {
         char title[64];
         snprintf(title, sizeof title, group > 1 ? "head %d, key head %d" : "head %d", h, h / group);
-        begin_map(title, "rows", v->n, cols);
+        begin_map(title, "rows", v->n, v->n, skip);
         printf("<use href=\"#seen%d\"/>", l);
-        page_cells(attention + (size_t)h * (size_t)v->n * (size_t)(v->n + 1) + !skip, v->n, cols, v->n + 1);
+        page_cells(attention + (size_t)h * (size_t)v->n * (size_t)(v->n + 1) + !skip, v->n, v->n + skip, v->n + 1);
         end_map();
     }
     printf("</div>\n");

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The parts of the engine and what they may see. Callers (store.h, compress.h, chat.h, niah.h, server.h) compile with engine.h in
+# The parts of the engine and what they may see. Callers (store.h, compress.h, chat.h, niah.h, view.h, server.h) compile with engine.h in
 # place of the engine, where Model and Session are incomplete types. Every part uses only what stands above it in the list at the
 # end of gemma4.c, what engine.h declares, and what gemma4.c says is defined further below. The head of every part says what the
 # part uses, which is above it, and where to begin.
@@ -36,6 +36,8 @@ caller compress.h
 ok "compress.h sees engine.h alone" [ "$status" -eq 0 ]
 caller niah.h parts/compress.h
 ok "niah.h sees engine.h and compress.h" [ "$status" -eq 0 ]
+caller view.h
+ok "view.h sees engine.h alone" [ "$status" -eq 0 ]
 caller chat.h parts/answer.h parts/lines.h parts/compress.h
 ok "chat.h sees engine.h and three callers" [ "$status" -eq 0 ]
 caller server.h parts/answer.h parts/lines.h parts/compress.h parts/chat.h parts/store.h

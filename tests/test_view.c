@@ -126,11 +126,38 @@ static void check_lens(const Model *m, const View *v, const char *name) {
             if (l + 1 < v->n_layers) continue;
             const double want = (double)logits[(size_t)r * (size_t)m->config.vocab + (size_t)made[r]];
             CHECK((int32_t)c[0][0] == made[r] && fabs((double)c[0][1] - want) < 1e-4 * fabs(want), "%s, row %d: "
-                  "expected token %d, logit %g, got %g, %g", name, r, (int)made[r], want, (double)c[0][0], (double)c[0][1]);
+                  "expected token %d, logit %g, got %g, %g", name, r, (int)made[r], want, (double)c[0][0],
+                  (double)c[0][1]);
         }
         free(lens);
         free(logits);
     }
+}
+
+static void write_values(const char *dir, const char *name, const float *values, size_t n) {
+    char path[1200];
+    snprintf(path, sizeof path, "%s/%s.f32", dir, name);
+    FILE *f = must(fopen(path, "wb"));
+    CHECK(fwrite(values, sizeof *values, n, f) == n && !fclose(f), "%s: cannot be written", path);
+}
+
+// Four heads, two key heads: heads 0 and 1 read key head 0, heads 2 and 3 key head 1. Layer 1 reads the keys of layer
+// 0.
+static void check_groups(void) {
+    static const float q[2][4] = { { 1, 1, 1, 1 }, { 1, 2, 3, 4 } }, k[2][2] = { { 0.5f, -1 }, { 1, 1 } };
+    ViewLayer layers[] = { { .head_dim = 1, .n_kv_heads = 2 }, { .head_dim = 1, .n_kv_heads = 2 } };
+    const View v = { .dir = tmp, .n_heads = 4, .n_layers = 2, .layer = layers, .n_rows = 2, .n = 2 };
+    write_values(tmp, "Qcur_pos-1", q[0], 8);
+    write_values(tmp, "Kcur_pos-0", k[0], 4);
+    double *w = view_attention(&v, 1);
+    for (int h = 0; h < 4; h++) {
+        const double first = exp((double)(q[1][h] * k[0][h / 2])), second = exp((double)(q[1][h] * k[1][h / 2]));
+        const double *rows = w + h * 6;
+        CHECK(rows[1] == 1 && rows[2] == 0 && fabs(rows[4] - first / (first + second)) < 1e-12 &&
+              fabs(rows[5] - second / (first + second)) < 1e-12, "four heads, head %d: weights %g, %g; %g, %g", h,
+              rows[1], rows[2], rows[4], rows[5]);
+    }
+    free(w);
 }
 
 static void check_model(const char *name) {
@@ -164,6 +191,7 @@ static void check_model(const char *name) {
 
 int main(void) {
     make_tmp();
+    check_groups();
     check_model("gemma4-mini");
     check_model("gemma4-mini-e");
     return test_done("view");
