@@ -41,7 +41,8 @@ fi
     for op in matmul attend close sample expert_down head qkv_store expert_gate_up gate_up ple_inject kv_commit kv_copy route \
         logprob embed ple_rows gather_rows block_select attn_mass verify_walk head_centroid; do echo "test_ops -cuda $op"; done
     for part in choice edges spread seen position; do echo "test_sampling -cuda $part"; done
-    printf '%s\n' test_layout "test_ahead -cuda" "test_verify -few" "test_draft -few"
+    printf '%s\n' test_layout "test_ahead -cuda" "test_verify -few" "test_draft -few" \
+        "test_ops -plain -few" "test_sampling -plain -few"
 } | sed "s#^#$BUILD/#" >"$LOGS/programs"
 [ $# -gt 0 ] || set -- racecheck memcheck initcheck
 for tool in "$@"; do

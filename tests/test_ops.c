@@ -15,8 +15,8 @@
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA
  * backend only; -plain: the plain CUDA backend only; -few after it: every fifth case, without the 100 rows for cuBLAS;
- * plain: every fiftieth. The CPU backend runs every second case,
- * with LONG=1 all. TEST_TIMES=1 prints seconds. */
+ * plain: every fiftieth. Without them the CPU backend runs every second case, with LONG=1 all, the plain backend every
+ * tenth. TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -2796,7 +2796,8 @@ int main(int argc, char **argv) {
 #ifdef USE_CUDA
     const Ops *gpu = plain ? plain_ops() : cuda_ops();
     if (gpu) run_all(gpu, only);
-    else SKIP("no GPU: the CUDA backend's operations");
+    if (gpu && cpu) every = 10, run_all(plain_ops(), only);
+    if (!gpu) SKIP("no GPU: the CUDA backend's operations");
 #else
     SKIP("built without CUDA: the CUDA backend's operations");
 #endif

@@ -12,7 +12,8 @@
  *
  * All tests except the first and the last run with any backend. TEST_TIMES=1 prints the time of one row of 262144
  * logits. Arguments: -cuda for the CUDA backend only, -plain for the plain CUDA backend only, -few after it for a
- * fifteenth of choice, edges and spread; then the tests to run: distribution (not with these), choice, edges, spread, seen, position; none: all. */
+ * fifteenth of choice, edges and spread; then the tests to run: distribution (not with these), choice, edges, spread,
+ * seen, position; none: all. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -857,7 +858,8 @@ int main(int argc, char **argv) {
 #ifdef USE_CUDA
     const Ops *gpu = plain ? plain_ops() : cuda_ops();
     if (gpu) run_all(gpu, only);
-    else SKIP("no GPU: the CUDA backend's sampler");
+    if (gpu && cpu) shares = 15, run_all(plain_ops(), only);
+    if (!gpu) SKIP("no GPU: the CUDA backend's sampler");
 #else
     SKIP("built without CUDA: the CUDA backend's sampler");
 #endif
