@@ -202,7 +202,7 @@ static const Flag flags[] = {
     { "-o", "--output", "FILE", FLAG_TEXT, LOGITS, FIELD(out), 0, 0,
       "logits: output file, positions x vocabulary float32; no default" },
     { "--dump", NULL, "DIR", FLAG_TEXT, RUNS, FIELD(dump), 0, 0,
-      "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32; default: none" },
+      "write every checkpoint to DIR/NAME-LAYER.f32, rows x width float32; gemma4 view DIR shows them; default: none" },
     { "--ids", NULL, "IDS", FLAG_TEXT, LOGITS | DETOKENIZE, FIELD(ids), 0, 0,
       "logits: a file of token ids, little-endian int32, with <bos>; detokenize: the ids themselves, \"2 105 "
       "2364\"; no default" },

@@ -20,7 +20,7 @@ typedef struct {
 
 typedef struct {
     const char *dir;
-    TokText name;
+    TokStr name;
     int dim, n_heads, n_experts, n_used, ple_dim, sparse, n_lens, n_layers;
     ViewLayer *layer;         // (n_layers)
     int vocab;                // texts; 0: the model had no tokenizer
@@ -50,11 +50,13 @@ static int open_values(const View *v, const char *name, int layer, int rows, int
     const long long row = (long long)cols * (long long)sizeof(float);
     snprintf(file, sizeof file, layer < 0 ? "%s.f32" : "%s-%d.f32", name, layer);
     if (snprintf(path, sizeof path, "%s/%s", v->dir, file) >= (int)sizeof path) die_dump(v, file, "path too long");
+    if (stat(path, &st)) die_dump(v, file, "%s", strerror(errno));
+    if (!S_ISREG(st.st_mode)) die_dump(v, file, "expected a regular file");
     *f = fopen(path, "rb");
-    if (!*f || fstat(fileno(*f), &st)) die_dump(v, file, "%s", strerror(errno));
-    const long long size = S_ISREG(st.st_mode) ? (long long)st.st_size : -1;
+    if (!*f) die_dump(v, file, "%s", strerror(errno));
+    const long long size = (long long)st.st_size;
     if (rows < 0 && (size < row || size % row || size / row > MAX_CONTEXT))
-        die_dump(v, file, "expected rows of %lld bytes, got %lld bytes", row, size);
+        die_dump(v, file, "expected rows of %lld bytes, got %lld bytes in all", row, size);
     if (rows >= 0 && size != rows * row) die_dump(v, file, "expected %lld bytes, got %lld", rows * row, size);
     return (int)(size / row);
 }
@@ -80,11 +82,10 @@ static int view_int(const View *v, const GgufJson *object, const char *key, int 
     return (int)n;
 }
 
-// Decodes a string of the JSON -> bytes that live as long as the page.
+// Decodes a string of the JSON; any other value gives an empty text. The caller frees its bytes.
 static TokStr view_text(const GgufJson *string) {
-    if (string->type != GGUF_J_STRING) return (TokStr){ "", 0 };
     char *text = alloc_or_die(string->n, 1);
-    return (TokStr){ text, gguf_json_string(string, text) };
+    return (TokStr){ text, string->type == GGUF_J_STRING ? gguf_json_string(string, text) : 0 };
 }
 
 static void read_view_layer(View *v, const GgufJson *object) {
@@ -123,10 +124,8 @@ static void read_view_model(View *v) {
     v->ple_dim = view_int(v, &json, "ple_dim", 0, 1 << 16);
     v->sparse = view_int(v, &json, "sparse", 0, 1);
     v->n_lens = view_int(v, &json, "lens", 1, LENS_MOST);
-    if (gguf_json_get(&json, "name", &item)) {
-        const TokStr name = view_text(&item);
-        tok_text_append(&v->name, name.s, name.n);
-    }
+    gguf_json_get(&json, "name", &item);               // absent: null
+    v->name = view_text(&item);
     if (!gguf_json_get(&json, "layers", &list) || list.type != GGUF_J_ARRAY) die_dump(v, "model.json", "no layers");
     while (gguf_json_next(&list, NULL, &item) && v->n_layers < 4096) read_view_layer(v, &item);
     if (!v->n_layers) die_dump(v, "model.json", "no layers");
@@ -399,9 +398,9 @@ static const char view_head[] =
 
 static void page_head(const View *v) {
     printf("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<title>Inside ");
-    page_text((TokStr){ v->name.s, v->name.n }, 80);
+    page_text(v->name, 80);
     printf("</title>\n%s</head>\n<body>\n<h1>Inside ", view_head);
-    page_text((TokStr){ v->name.s, v->name.n }, 80);
+    page_text(v->name, 80);
     printf("</h1>\n<p>%d token%s ran through %d layers with %d attention heads "
            "each", v->n_rows, v->n_rows == 1 ? "" : "s",
            v->n_layers, v->n_heads);
@@ -652,9 +651,8 @@ static void free_view(View *v, Lengths *all) {
         free(all[l].ple);
         free(all[l].after);
     }
-    for (int i = 0; i < v->vocab; i++)
-        if (v->text[i].n) free((char *)v->text[i].s);
-    tok_text_free(&v->name);
+    for (int i = 0; i < v->vocab; i++) free((char *)v->text[i].s);
+    free((char *)v->name.s);
     free(all);
     free(v->layer);
     free(v->text);
