@@ -111,8 +111,8 @@ static void read_view_model(View *v) {
     size_t n = 0, at = 0;
     const char *err = NULL;
     GgufJson json, list, item;
-    if (snprintf(path, sizeof path, "%s/model.json", v->dir) >= (int)sizeof path) die_dump(v, "model.json", "path too "
-                                                                                                            "long");
+    const int length = snprintf(path, sizeof path, "%s/model.json", v->dir);
+    if (length >= (int)sizeof path) die_dump(v, "model.json", "path too long");
     if (access(path, R_OK)) die_dump(v, "model.json", "%s", strerror(errno));
     char *text = read_file(path, &n, "view");
     if (gguf_json_parse(text, n, &json, &at, &err)) die_dump(v, "model.json", "byte %zu: expected %s", at, err);
@@ -325,10 +325,10 @@ static void page_cells(const double *values, int rows, int cols, int stride) {
 // row_labels: the id of its labels, which page_labels() has defined, as those of the columns.
 static void begin_map(const char *title, const char *row_labels, int rows, int n, bool earlier) {
     const int width = LEFT + (n + earlier) * CELL + 24, height = TOP + rows * CELL + 4;
-    printf("<figure><figcaption>%s</figcaption><svg width=\"%d\" height=\"%d\" role=\"img\" aria-label=\"%s\">"
-           "<use href=\"#%s\"/><use href=\"#columns\" x=\"%d\"/>%s<g transform=\"translate(%d %d) "
-           "scale(%d)\">", title, width, height,
-           title, row_labels, earlier * CELL, earlier ? "<use href=\"#earlier\"/>" : "", LEFT, TOP + CELL / 2, CELL);
+    printf("<figure><figcaption>%s</figcaption><svg width=\"%d\" height=\"%d\" role=\"img\" aria-label=\"%s\"><use "
+           "href=\"#%s\"/><use href=\"#columns\" x=\"%d\"/>%s<g transform=\"translate(%d %d) scale(%d)\">",
+           title, width, height, title, row_labels, earlier * CELL,
+           earlier ? "<use href=\"#earlier\"/>" : "", LEFT, TOP + CELL / 2, CELL);
 }
 
 static void end_map(void) { printf("</g></svg></figure>\n"); }
@@ -347,8 +347,8 @@ static void page_labels(const View *v) {
     for (int i = 0; i < v->n; i++) page_label(v, i, false);
     printf("</g>\n<g id=\"columns\">");
     for (int i = 0; i < v->n; i++) page_label(v, i, true);
-    printf("</g>\n<text id=\"earlier\" transform=\"translate(%d %d) "
-           "rotate(-60)\">earlier</text>", LEFT + CELL - 3, TOP - 4);
+    printf("</g>\n<text id=\"earlier\" transform=\"translate(%d %d) rotate(-60)\">earlier</text>",
+           LEFT + CELL - 3, TOP - 4);
     printf("\n<g id=\"layers\">");
     for (int l = 0; l < v->n_layers; l++)
         printf("<text x=\"%d\" y=\"%d\" class=\"end\">layer %d</text>", LEFT - 4, TOP + l * CELL + CELL - 3, l);
@@ -363,9 +363,8 @@ static const char view_head[] =
     ":root { --back: #fff; --side: #f3f4f6; --line: #d5d8de; --text: #1c1f24; --quiet: #5d6470; --accent: #3559d6;\n"
     "        --bar: #dbe3fb; --seen: #edeff2; }\n"
     "@media (prefers-color-scheme: dark) {\n"
-    "    :root { --back: #16181c; --side: #1e2126; --line: #3a3f48; --text: #e6e8ec; --quiet: #a0a7b4; --accent: "
-    "#93abff;\n"
-    "            --bar: #2b3a66; --seen: #262a31; }\n}\n"
+    "    :root { --back: #16181c; --side: #1e2126; --line: #3a3f48; --text: #e6e8ec; --quiet: #a0a7b4;\n"
+    "            --accent: #93abff; --bar: #2b3a66; --seen: #262a31; }\n}\n"
     "* { box-sizing: border-box; }\n"
     "body { margin: 0 auto; max-width: 80rem; padding: 1rem; background: var(--back); color: var(--text);\n"
     "       font: 1rem/1.5 system-ui, sans-serif; }\n"
@@ -374,9 +373,9 @@ static const char view_head[] =
     "p, li { max-width: 46rem; } p { margin: .4rem 0; }\n"
     "ul { padding-left: 1.2rem; }\n"
     ".quiet, figcaption, small { color: var(--quiet); font-size: .875rem; }\n"
-    ".run { background: var(--side); border-radius: .5rem; padding: .5rem .8rem; overflow-wrap: anywhere; max-width: "
-    "none; }\n"
-    ".run span:nth-child(even) { background: var(--bar); }\n"
+    ".run { background: var(--side); border-radius: .5rem; padding: .5rem .8rem; overflow-wrap: anywhere;\n"
+    "       max-width: none; }\n"
+    ".run span:nth-of-type(even) { background: var(--bar); }\n"
     ".t { font-family: ui-monospace, monospace; unicode-bidi: isolate; white-space: pre; }\n"
     "details { border: 1px solid var(--line); border-radius: .5rem; margin: .5rem 0; padding: 0 .8rem; }\n"
     "summary { cursor: pointer; padding: .5rem 0; } details[open] > summary { border-bottom: 1px solid var(--line); }\n"
@@ -384,9 +383,8 @@ static const char view_head[] =
     "table { border-collapse: collapse; font-size: .875rem; }\n"
     "th, td { border-bottom: 1px solid var(--line); padding: .15rem .5rem; text-align: left; white-space: nowrap; }\n"
     "thead th { vertical-align: bottom; white-space: normal; min-width: 4.5rem; font-weight: 600; }\n"
-    "tbody th { position: sticky; left: 0; background: var(--back); font-weight: 400; max-width: 11rem; overflow: "
-    "hidden;\n"
-    "           text-overflow: ellipsis; }\n"
+    "tbody th { position: sticky; left: 0; background: var(--back); font-weight: 400; max-width: 11rem;\n"
+    "           overflow: hidden; text-overflow: ellipsis; }\n"
     ".n { text-align: right; font-variant-numeric: tabular-nums;\n"
     "     background: linear-gradient(to right, var(--bar) var(--w, 0%), transparent 0); }\n"
     "figure { margin: 0 0 1rem; overflow-x: auto; max-width: 100%; }\n"
@@ -401,9 +399,8 @@ static void page_head(const View *v) {
     page_text(v->name, 80);
     printf("</title>\n%s</head>\n<body>\n<h1>Inside ", view_head);
     page_text(v->name, 80);
-    printf("</h1>\n<p>%d token%s ran through %d layers with %d attention heads "
-           "each", v->n_rows, v->n_rows == 1 ? "" : "s",
-           v->n_layers, v->n_heads);
+    printf("</h1>\n<p>%d token%s ran through %d layers with %d attention heads each",
+           v->n_rows, v->n_rows == 1 ? "" : "s", v->n_layers, v->n_heads);
     if (v->n_experts) printf(" and %d experts, of which each token uses %d", v->n_experts, v->n_used);
     printf(". All numbers on this page are computed from the files that <code>--dump</code> wrote.");
     if (v->first)
@@ -418,34 +415,26 @@ static void page_head(const View *v) {
         printf("</span><wbr/>");
     }
     printf("</p>\n<p class=\"quiet\">A token is shown as its text in the vocabulary: <span "
-           "class=\"t\">\xe2\x96\x81</span> "
-           "stands for a space, <span class=\"t\">\\n</span> for a line break.</p>\n");
+           "class=\"t\">\xe2\x96\x81</span> stands for a space, <span class=\"t\">\\n</span> for a line break.</p>\n");
 }
 
 static void page_formulas(const View *v) {
     printf("<details><summary>What the words mean</summary><ul>\n"
            "<li><b>Stream</b> (residual stream): the vector of %d numbers that represents a token while it goes "
-           "through the "
-           "layers. It begins as the token's embedding. Each layer computes stream = (stream + attention + "
-           "feed-forward%s) "
-           "\xc3\x97 scale, where scale is one number of the layer.</li>\n"
+           "through the layers. It begins as the token's embedding. Each layer computes stream = (stream + attention + "
+           "feed-forward%s) \xc3\x97 scale, where scale is one number of the layer.</li>\n"
            "<li><b>Length</b> (norm) of a vector: the square root of the sum of the squares of its numbers.</li>\n"
            "<li><b>Attention</b>: a head compares the token's query q with the key k of each position that it may see. "
-           "Weights = softmax(q \xc2\xb7 k), without a scale; they sum to 1. A token sees itself and earlier "
-           "tokens, in a sliding-window layer only the nearest. Keys are those before they go to the KV cache, which "
-           "may "
-           "round them.</li>\n", v->dim, v->ple_dim ? " + per-layer embedding" : "");
+           "Weights = softmax(q \xc2\xb7 k), without a scale; they sum to 1. A token sees itself and earlier tokens, "
+           "in a sliding-window layer only the nearest. Keys are those before they go to the KV cache, which may round "
+           "them.</li>\n", v->dim, v->ple_dim ? " + per-layer embedding" : "");
     if (v->n_experts)
         printf("<li><b>Experts</b>: the router gives each of %d experts a logit. The %d experts with the largest "
-               "logits are "
-               "used; weight = softmax over their logits. The model then multiplies each weight by a number of the "
-               "expert, "
-               "if the file has one.</li>\n", v->n_experts, v->n_used);
+               "logits are used; weight = softmax over their logits. The model then multiplies each weight by a "
+               "number of the expert, if the file has one.</li>\n", v->n_experts, v->n_used);
     printf("<li><b>Logit lens</b>: the likeliest next tokens if the model ended at this layer: the output norm and "
-           "the output "
-           "matrix applied to the stream after the layer, then softmax over the vocabulary. After the last layer this "
-           "is the "
-           "model's answer.</li></ul></details>\n");
+           "the output matrix applied to the stream after the layer, then softmax over the vocabulary. After the last "
+           "layer this is the model's answer.</li></ul></details>\n");
 }
 
 static void page_position(const View *v, int r) {                      // a token and its position
@@ -455,9 +444,8 @@ static void page_position(const View *v, int r) {                      // a toke
 }
 
 static void page_candidate(const View *v, const float *c) {             // a cell: token, logit, probability
-    printf("<td class=\"n\" style=\"--w:%.0f%%\" title=\"logit %.4g\"><span "
-           "class=\"t\">", fmin(fmax(100 * c[2], 0), 100),
-           (double)c[1]);
+    printf("<td class=\"n\" style=\"--w:%.0f%%\" title=\"logit %.4g\"><span class=\"t\">",
+           fmin(fmax(100 * c[2], 0), 100), (double)c[1]);
     page_token(v, view_id(v, c[0]), 24);
     printf("</span> %.1f %%</td>", 100 * (double)c[2]);
 }
@@ -468,10 +456,9 @@ static void page_lens(const View *v) {
     float **lens = alloc_or_die((size_t)v->n_layers, sizeof *lens);
     for (int l = 0; l < v->n_layers; l++) lens[l] = read_values(v, "lens", l, v->n_out, v->n_lens * 3, 0, v->n_out);
     printf("<h2>Likeliest next tokens after each layer</h2>\n<p class=\"quiet\">The output norm and the output "
-           "matrix, applied "
-           "to the stream after each layer (logit lens). For tokens whose logits the run computed: the last token of "
-           "the "
-           "prompt, and each generated one that ran.</p>\n");
+           "matrix, applied to the stream after each layer (logit lens). For tokens whose logits the run computed: "
+           "the last one of the prompt and each generated one that ran; in a dump of <code>gemma4 logits</code>, "
+           "all.</p>\n");
     int shown = 0;
     for (int r = v->n_rows - 1; r >= v->first; r--) {
         if (v->out[r] < 0) continue;
@@ -528,8 +515,7 @@ static void page_overview_map(const View *v, const char *title, const Lengths *a
 
 static void page_overview(const View *v, const Lengths *all) {
     printf("<h2>How much each layer adds</h2>\n<p class=\"quiet\">The length of what a block adds, divided by the "
-           "length of "
-           "the stream before the layer. Blank: less than 0.4 %%; full color: 88 %% or more.</p>\n<div "
+           "length of the stream before the layer. Blank: less than 0.4 %%; full color: 88 %% or more.</p>\n<div "
            "class=\"maps\">\n");
     page_overview_map(v, "attention adds", all, offsetof(Lengths, attention));
     page_overview_map(v, "feed-forward adds", all, offsetof(Lengths, feed_forward));
@@ -539,8 +525,8 @@ static void page_overview(const View *v, const Lengths *all) {
 
 static void page_length(double length, double full) {                   // a cell with a bar, which is full at `full`
     const int digits = length < 10 ? 3 : length < 100 ? 2 : length < 1000 ? 1 : 0;
-    printf("<td class=\"n\" "
-           "style=\"--w:%.0f%%\">%.*f</td>", full > 0 ? fmin(100 * length / full, 100) : 0, digits, length);
+    printf("<td class=\"n\" style=\"--w:%.0f%%\">%.*f</td>",
+           full > 0 ? fmin(100 * length / full, 100) : 0, digits, length);
 }
 
 // A cell of the row i: the positions with most attention, in the mean of the heads (attention: as view_attention()).
@@ -570,10 +556,9 @@ static void page_layer_table(const View *v, int l, const Lengths *n, const doubl
     double *weight = alloc_or_die((size_t)v->n_used, sizeof *weight), most = 0;
     for (int i = 0; i < v->n; i++) most = fmax(most, fmax(n->before[i], n->after[i]));
     printf("<div class=\"wide\"><table class=\"tokens\"><thead><tr><th>token</th><th>stream before</th><th>attention "
-           "adds</th>"
-           "<th>feed-forward adds</th>%s<th>stream after</th><th>looks at most (mean of the "
-           "heads)</th>%s</tr></thead><tbody>"
-           "\n", v->ple_dim ? "<th>per-layer embedding adds</th>" : "", v->n_experts ? "<th>experts</th>" : "");
+           "adds</th><th>feed-forward adds</th>%s<th>stream after</th><th>looks at most (mean of the "
+           "heads)</th>%s</tr></thead><tbody>\n",
+           v->ple_dim ? "<th>per-layer embedding adds</th>" : "", v->n_experts ? "<th>experts</th>" : "");
     for (int i = 0; i < v->n; i++) {
         printf("<tr><th>");
         page_position(v, v->first + i);
@@ -603,10 +588,9 @@ static void page_heads(const View *v, int l, const double *attention) {
     const ViewLayer *layer = &v->layer[l];
     const int group = v->n_heads / layer->n_kv_heads, skip = v->first > 0;
     printf("<h3>What each head looks at</h3>\n<p class=\"quiet\">A row is the token that looks, a column the token "
-           "that it "
-           "looks at. Grey: it may look there. Color: attention weight; blank: less than 0.4 %%, full color: 88 %% or "
-           "more."
-           "%s%s</p>\n<div class=\"maps\">\n", group > 1 ? " Some heads share their keys and values." : "",
+           "that it looks at. Grey: it may look there. Color: attention weight; blank: less than 0.4 %%, full color: "
+           "88 %% or more.%s%s</p>\n<div class=\"maps\">\n",
+           group > 1 ? " Some heads share their keys and values." : "",
            skip ? " The first column is the sum over the tokens that are not shown." : "");
     printf("<svg width=\"0\" height=\"0\" class=\"defs\"><defs><path class=\"s\" id=\"seen%d\" d=\"", l);
     for (int i = 0; i < v->n; i++) {
@@ -634,8 +618,8 @@ static void page_layer(const View *v, int l, const Lengths *lengths) {
     else printf("global attention");
     if (layer->kv_layer != l) printf(", keys and values of layer %d", layer->kv_layer);
     printf("</summary>\n<p class=\"quiet\">Lengths of vectors. Bars: of the stream, relative to the longest in this "
-           "table; of "
-           "what is added, relative to the stream before. At its end the layer multiplies the stream by %.4g.</p>\n",
+           "table; of what is added, relative to the stream before. At its end the layer multiplies the stream by "
+           "%.4g.</p>\n",
            layer->scale);
     page_layer_table(v, l, lengths, attention);
     page_heads(v, l, attention);
