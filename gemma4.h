@@ -579,6 +579,9 @@ typedef struct {                     // the largest sizes of operations, from wh
 
 typedef struct Ops {
     const char *name;
+    // What a caller may ask about the backend; it never compares tables
+    bool on_host;                    // backend memory is host memory, and an operation is done when it returns
+    bool exact_prompts;              // contract 7 holds for any number of rows: prompts compute as short steps do
     // run time. A device error ends the process with one line
     void   (*memory)(size_t *free, size_t *total);  // bytes of backend memory
     size_t (*weight_bytes)(const Tensor *w);        // backend memory that upload() fills; 0: it reads the file

@@ -1589,7 +1589,8 @@ static void cpu_verify_walk(const VerifyWalk *o) {
 // Operations are finished when they return, so there are no fences. Launches and energy are not measured.
 const Ops *cpu_ops(void) {
     static const Ops ops = {
-        .name = "cpu", .memory = cpu_memory, .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
+        .name = "cpu", .on_host = true, .exact_prompts = true, .memory = cpu_memory,
+        .weight_bytes = cpu_weight_bytes, .upload = cpu_upload,
         .scratch_bytes = cpu_scratch_bytes, .init = cpu_init, .reserve = cpu_reserve, .release = cpu_release,
         .copy = cpu_copy, .begin = cpu_begin, .end = cpu_end, .wait = cpu_wait, .bandwidth = cpu_bandwidth,
         .embed = cpu_embed, .pair = cpu_pair, .ple_rows = cpu_ple_rows, .matmul = cpu_matmul, .gate_up = cpu_gate_up,

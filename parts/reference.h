@@ -843,7 +843,8 @@ static void ref_wait(void) {}                          // an operation is finish
 
 const Ops *reference_ops(void) {
     static const Ops ops = {
-        .name = "reference", .memory = ref_memory, .weight_bytes = ref_weight_bytes, .upload = ref_upload,
+        .name = "reference", .on_host = true, .exact_prompts = true, .memory = ref_memory,
+        .weight_bytes = ref_weight_bytes, .upload = ref_upload,
         .scratch_bytes = ref_scratch_bytes, .init = ref_init, .reserve = ref_reserve, .release = ref_release,
         .copy = ref_copy, .begin = ref_begin, .end = ref_end, .wait = ref_wait,
         .embed = ref_embed, .pair = ref_pair, .ple_rows = ref_ple_rows, .matmul = ref_matmul, .gate_up = ref_gate_up,

@@ -52,8 +52,6 @@ __attribute__((format(printf, 2, 3))) static bool case_is(const char *name, cons
     return n_cases++ % every == 0;
 }
 
-static bool on_cpu(void) { return strcmp(op->name, "cpu") == 0; }
-
 // The CPU backend uses one thread here, which is faster if other programs use the cores too. The first 64 rows of most
 // cases use more threads, so the bits are compared between numbers of threads.
 static void set_threads(int n_rows) {
@@ -511,7 +509,7 @@ static Expect product(const Matrix *w, int e, const Input *in, int first, int ro
     reference_ops()->matmul(&(Matmul){ .n_rows = rows, .n = 1, .in = in_from(bounds, first, cols), .w = { &size },
                                        .out = { p.bound } });
     // Rule 6: other backends round activations to the precision of a matrix of floats.
-    const bool rounded = !on_cpu() && (v.type == T_F16 || v.type == T_BF16);
+    const bool rounded = !op->on_host && (v.type == T_F16 || v.type == T_BF16);
     for (size_t i = 0; i < (size_t)rows * (size_t)out; i++) {
         if (rounded) p.bound[i] *= (float)(1 + ldexp(1, v.type == T_F16 ? -11 : -8) / TOL_PRODUCT);
         if (v.scale)
@@ -528,7 +526,7 @@ static float gated_bound(ActFn fn, float g, float g_bound, float u, float u_boun
 }
 
 // Rule 6: such a step may round both factors of a product to bf16.
-static bool prompt_rounding(int n_rows) { return !on_cpu() && n_rows > STEP_ROWS; }
+static bool prompt_rounding(int n_rows) { return !op->on_host && n_rows > STEP_ROWS; }
 
 static void check_rows(const char *what, Expect *e, float *got, Run run) {
     const size_t at = (size_t)run.first * (size_t)e->cols;
@@ -1618,7 +1616,7 @@ static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
                                        .q = q, .n_heads = t.n_heads, .window = t.window, .own = t.own, .scale = t.scale,
                                        .out.f = e.want });
     e.any_rows = true;
-    const double tolerance = t.type == KV_F32 || on_cpu() ? TOL_ATTEND : TOL_ATTEND_16;
+    const double tolerance = t.type == KV_F32 || op->on_host ? TOL_ATTEND : TOL_ATTEND_16;
     for (int h = 0; h < n * t.n_heads; h++) {          // no visible key: 0
         const bool blind = largest(e.want + h * hd, hd) == 0;
         for (int i = h * hd; i < (h + 1) * hd; i++) e.bound[i] = blind ? 0 : (float)tolerance;
@@ -1779,7 +1777,7 @@ static void attend_blocks_case(AttendCase t, TestStep *s, bool all) {
     Attend o = { .batch = &host, .cache = &cache.host, .q = q, .n_heads = t.n_heads, .own = OWN_CAUSAL, .scale = 1,
                  .blocks = &blocks, .out.f = e.want };
     if (!all) reference_ops()->attend(&o);
-    const double tolerance = t.type == KV_F32 || on_cpu() ? TOL_ATTEND : TOL_ATTEND_16;
+    const double tolerance = t.type == KV_F32 || op->on_host ? TOL_ATTEND : TOL_ATTEND_16;
     for (int i = 0; i < n * q_dim; i++) e.bound[i] = (float)tolerance;
     blocks.n = put("list lengths", n_listed, lists, sizeof *n_listed);
     blocks.block = put("lists", listed, lists * n_blocks, sizeof *listed);
@@ -2087,7 +2085,7 @@ static void select_case(SelectCase t, TestStep *s) {
         const RefRowBlock v = ref_row_block(&o, i / t.n_kv_heads * SELECT_ROWS);
         for (int b = 0; b < v.n && !v.all; b++) {
             const float right = o.weights[i * n_blocks + b], got = w[i * n_blocks + b],
-                bound = on_cpu() ? 1e-4f : 0.03f;
+                bound = op->on_host ? 1e-4f : 0.03f;
             CHECK(fabsf(got - right) <= bound * right + 1e-6f,
                   "%s: weight of block %d for list %d: expected %g, got %g", now, b,
                   i, (double)right, (double)got);
@@ -2149,7 +2147,7 @@ static void mass_case(SelectCase t, TestStep *s) {
     there.probs = room_f("shares", (size_t)n * t.n_heads * n_keys);
     there.mass = put_changing("mass", mass, n * n_keys, sizeof *mass);
     op->attn_mass(&there);
-    const float *got = fetch_f(there.mass, n * n_keys), bound = on_cpu() ? 2e-5f : 2e-4f;
+    const float *got = fetch_f(there.mass, n * n_keys), bound = op->on_host ? 2e-5f : 2e-4f;
     for (int i = 0; i < n * n_keys; i++)
         CHECK(fabsf(got[i] - o.mass[i]) <= bound * fabsf(o.mass[i]) + 1e-7f,
               "%s: key %d of row %d: expected %g, got %g", now,

@@ -118,7 +118,7 @@ static void test_bits(const char *path) {
     int32_t ids[N_TEXT + 64];
     uint64_t hash[N_PLANS];
     int n = 0;
-    for (int k = 0; k < (op == cpu_ops() && long_run ? N_PLANS : 3); k++) {
+    for (int k = 0; k < (op->on_host && long_run ? N_PLANS : 3); k++) {
         Model *m = open_model(path, plans[k]);
         float *logits = alloc_or_die((size_t)m->config.vocab, sizeof *logits);
         if (!n) n = make_text(m, N_TEXT, 400, ids);
@@ -350,7 +350,7 @@ static void test_all(const Ops *ops) {
     op = ops;
     for (int i = 0; i < 2; i++) {
         if (i || long_run) test_bits(models[i]);
-        if (op == cpu_ops() && i && long_run) test_together(models[i]);
+        if (op->on_host && i && long_run) test_together(models[i]);
         if (!i && long_run) test_density(models[i]);
         if (long_run) test_codes(models[i], i ? KV_F16 : KV_TQ3);
     }
