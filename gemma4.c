@@ -269,6 +269,7 @@ struct Model {
     const char  *dump_dir;             // dump.h: a folder; "": memory; NULL: no dump
     struct Checkpoint *checkpoints;    // (n_checkpoints) in memory, so far
     int          n_checkpoints;
+    const struct Checkpoint *follow;   // of another run: each layer starts with that run's stream; NULL: with its own
     uint64_t     hash[3];              // session.h: of the file, once it was computed
 };
 
@@ -279,7 +280,7 @@ static void dump_embeddings(Model *m, const Pass *p);                         //
 static void dump_attention(Model *m, int l, const Pass *p);
 static void dump_feed_forward(Model *m, int l, const Pass *p);
 static void dump_per_layer_embedding(Model *m, int l, const Pass *p);
-static void dump_layer(Model *m, int l, const Pass *p);
+static void dump_layer(Model *m, int l, Pass *p);
 static void dump_output(Model *m);
 
 // Uploads an array that the backend does not hold yet. In plain decoding nothing changes but lengths, which the device

@@ -16,7 +16,7 @@ typedef struct Checkpoint {   // a named intermediate result
     char   name[24];
     int    layer;             // -1: outside the layers
     int    n_rows, cols;
-    float *data;              // (n_rows, cols) on the host
+    float *data;              // (n_rows, cols) on the host; of ffn_moe_topk, which only memory gets: int32 expert ids
 } Checkpoint;
 
 enum { OUT_OF_LAYERS = -1, LENS = 5 };
@@ -193,6 +193,7 @@ static void dump_feed_forward(Model *m, int l, const Pass *p) {
     if (c->n_experts) {
         In branch = { .delta = { s->mlp }, .w_delta = { w->post_ffw_norm_1 }, .scale = 1, .eps = c->eps };
         checkpoint(m, "ffn_moe_logits", l, s->router, n, c->n_experts);
+        if (!*m->dump_dir) checkpoint(m, "ffn_moe_topk", l, (const float *)s->expert_ids, n, c->n_experts_used);
         checkpoint_normed(m, "ffn_norm_2", l, p, w->pre_ffw_norm_2);
         checkpoint_in(m, "ffn_mlp", l, branch, n);
         branch.delta[0] = s->moe;
@@ -208,11 +209,22 @@ static void dump_per_layer_embedding(Model *m, int l, const Pass *p) {
     if (m->dump_dir) checkpoint_added(m, "per_layer_embd_out", l, p);
 }
 
-static void dump_layer(Model *m, int l, const Pass *p) {
+// The stream becomes that of another run with the same checkpoints (Model.follow): the next layer starts with it.
+static void follow_stream(Model *m, Pass *p) {
+    const Checkpoint *theirs = &m->follow[m->n_checkpoints - 1];
+    float *x = p->stream.x == m->s.x[0] ? m->s.x[1] : m->s.x[0];
+    const size_t n = (size_t)theirs->n_rows * (size_t)theirs->cols;
+    assert(!strcmp(theirs->name, "l_out") && theirs->n_rows == p->batch.n_rows);
+    m->ops->copy(&(Copy){ x, theirs->data, n * sizeof *x, COPY_IN });
+    p->stream = (In){ .x = x, .scale = 1, .eps = p->stream.eps };
+}
+
+static void dump_layer(Model *m, int l, Pass *p) {
     if (!m->dump_dir) return;
     checkpoint_in(m, "out_scaled", l, p->stream, p->batch.n_rows);
     checkpoint_in(m, "l_out", l, p->stream, p->batch.n_rows);
     if (*m->dump_dir) dump_lens(m, l);
+    if (m->follow) follow_stream(m, p);
 }
 
 static void dump_output(Model *m) {                    // without output rows too: it truncates older files

@@ -133,7 +133,7 @@ static void print_plan(Model *m) {
     }
     const char *note = "";
 #ifdef USE_CUDA
-    if (m->ops == cpu_ops() && !cuda_ops()) note = " (no GPU usable by this build)";
+    if (m->ops->on_host && !cuda_ops()) note = " (no GPU usable by this build)";
 #endif
     fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, count_threads(),
             count_threads() == 1 ? "" : "s");

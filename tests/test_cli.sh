@@ -413,6 +413,9 @@ case "$("$gemma4" --version)" in
     ok "check: names its checkpoints" grep -q '^| result_output ' "$tmp/out" ;;
 *)  error check: check "$model" ;;
 esac
+run check "$model" --against reference -ctk tq3
+ok "check: the CPU agrees with the reference" [ "$status" -eq 0 ]
+ok "check: judges short steps and prompts" [ "$(grep -c '^| result_output .*| ok ' "$tmp/out")" -eq 2 ]
 run --version
 ok "--version exits 0" [ "$status" -eq 0 ]
 ok "--version prints one line" lines out 1

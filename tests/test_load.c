@@ -135,28 +135,34 @@ static void test_unknown(const char *model) {
 // The line of a name shows a NaN or Inf of one layer, whatever the other values and layers are.
 static void test_nan_stays(void) {
     float ones[] = { 1, 1, 1 }, nan[] = { 1, NAN, 2 }, tenth[] = { 1, 1.1f, 1 }, zeros[] = { 0, 0, 0 };
-    Checkpoint a[] = { { "q", 0, 1, 3, ones }, { "q", 1, 1, 3, ones }, { "q", 2, 1, 3, ones }, { "y", 0, 1, 3, zeros },
-                       { "y", 1, 1, 3, ones }, { "z", 0, 1, 3, zeros }, { "z", 1, 1, 3, ones } };
-    Checkpoint b[] = { { "q", 0, 1, 3, ones }, { "q", 1, 1, 3, nan }, { "q", 2, 1, 3, tenth }, { "y", 0, 1, 3, zeros },
-                       { "y", 1, 1, 3, tenth }, { "z", 0, 1, 3, ones }, { "z", 1, 1, 3, tenth } };
-    const Model x = { .checkpoints = a, .n_checkpoints = 7 }, y = { .checkpoints = b, .n_checkpoints = 7 };
+    Checkpoint a[] = { { "Qcur_pos", 0, 1, 3, ones }, { "Qcur_pos", 1, 1, 3, ones }, { "Qcur_pos", 2, 1, 3, ones },
+                       { "attn_out", 0, 1, 3, zeros }, { "attn_out", 1, 1, 3, ones },
+                       { "l_out", 0, 1, 3, zeros }, { "l_out", 1, 1, 3, ones } };
+    Checkpoint b[] = { { "Qcur_pos", 0, 1, 3, ones }, { "Qcur_pos", 1, 1, 3, nan }, { "Qcur_pos", 2, 1, 3, tenth },
+                       { "attn_out", 0, 1, 3, zeros }, { "attn_out", 1, 1, 3, tenth },
+                       { "l_out", 0, 1, 3, ones }, { "l_out", 1, 1, 3, tenth } };
+    Model x = { .checkpoints = a, .n_checkpoints = 7, .ops = cpu_ops() }, y = x;
+    y.checkpoints = b;
     fflush(stdout);
     const pid_t child = fork();
     if (!child) {
         const int out = open(in_tmp("stdout"), O_WRONLY | O_CREAT | O_TRUNC, 0600);
         if (out < 0 || dup2(out, 1) < 0) _exit(126);
-        check_compare(&x, &y, "");
+        const bool good = check_compare(&x, &y, "");
         fflush(stdout);
-        _exit(0);
+        _exit(good);
     }
-    while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR) {}
+    int status = -1;
+    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
     char *got = text_of(in_tmp("stdout"));
-    CHECK(strstr(got, "| q                  |     1 |             1 |                nan |     nan |"),
+    CHECK(WIFEXITED(status) && !WEXITSTATUS(status), "a NaN passes");
+    CHECK(strstr(got, "| Qcur_pos           |     1 |        inf |   1.0e-03 |       inf |   2.0e-02 | FAIL   |"),
           "a NaN is lost: %s", got);
-    CHECK(strstr(got, "| y                  |     1 |             1 |                0.1 | 1.0e-01 |"),
+    CHECK(strstr(got, "| attn_out           |     1 |    5.8e-02 |   1.0e-03 |   5.8e-02 |   5.0e-02 | FAIL   |"),
           "0 of 0 is shown: %s", got);
-    CHECK(strstr(got, "| z                  |     0 |             0 |                  1 |     inf |"),
+    CHECK(strstr(got, "| l_out              |     0 |        inf |   1.0e-03 |       inf |   5.0e-02 | FAIL   |"),
           "1 of 0 is lost: %s", got);
+    CHECK(strstr(got, "first difference: layer 0, l_out: inf in the median row"), "the first layer comes first: %s", got);
     free(got);
 }
 
