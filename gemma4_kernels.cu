@@ -1,8 +1,9 @@
 /* gemma4_kernels.cu - the CUDA backend: every operation of gemma4.h as kernels, each with its host wrapper below it.
  *
- * HOW TO READ  cuda_ops() at the end lists the operations. Operation <op> is the function cuda_<op>; cpu_<op> in
- *              gemma4.c [13] defines what it computes. Nothing here knows about files, text or the model. Four headers
- *              in parts/ hold what a first reader can skip: attend_coded.cuh, sparse.cuh, sample.cuh, device.cuh.
+ * HOW TO READ  cuda_ops() at the end lists the operations. Operation <op> is the function cuda_<op>; ref_<op> in
+ *              parts/reference.h defines what it computes, and "see" in the head of a kernel names it. Nothing here knows
+ *              about files, text or the model. Four headers in parts/ hold what a first reader can skip:
+ *              attend_coded.cuh, sparse.cuh, sample.cuh, device.cuh.
  * CONTENTS     search for "[n]"
  *   [1] Errors, the stream, state           [6] Products of a prompt: cuBLAS
  *   [2] Launch; warp and block helpers      [7] Cache: store, commit, copy
@@ -1216,7 +1217,7 @@ typedef struct { Prepared of[MAX_READERS]; } Prepareds;
 //   launch    grid n_rows, block 512, dynamic shared memory 4 * cols: once if QUADS = 0, else for each norm weight
 //   traffic   reads up to 3 rows of f32 and the norm weights, writes x' and y in the requested forms
 //   numerics  f32; sums over 512 threads, then over the lanes of a warp, then over 16 warps
-//   see       prepare_row() in gemma4.c [13]; tests/test_ops.c "close" and every product
+//   see       ref_input in parts/reference.h; tests/test_ops.c "close" and every product
 template <int QUADS> __global__ void __launch_bounds__(ROW_THREADS, 2)
 prepare_kernel(const __grid_constant__ RowInputs o, const __grid_constant__ Prepareds outs) {
     prefetch_parameter(&o, sizeof o);
@@ -1351,7 +1352,7 @@ static Prepared prepared_at(int number, int cols, bool f, bool q, bool h) {
 //   shapes    table (vocab, cols), out (n_rows, cols)
 //   launch    grid (n_rows, ceil(cols / 32 / 128)), block 128: a thread takes a group
 //   traffic   reads one row of the table per row
-//   see       cpu_embed
+//   see       ref_embed
 __global__ void embed_kernel(Batch b, Planes table, DType type, int vocab, int cols, float scale, float *out) {
     wait_for_previous_kernel();
     const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32;
@@ -1374,7 +1375,7 @@ static void cuda_embed(const Embed *o) {
 //   shapes    as Pair; cols a multiple of 32
 //   launch    grid (n_rows, ceil(2 * cols / 32 / 64)), block 64: a thread takes a group
 //   traffic   reads one row of the table and one of hidden per row
-//   see       cpu_pair
+//   see       ref_pair
 __global__ void pair_kernel(Pair o, Planes table, DType type, int vocab, int cols) {
     wait_for_previous_kernel();
     const int g = blockIdx.y * blockDim.x + threadIdx.x, first = g * 32, from = o.of ? o.of[blockIdx.x] : blockIdx.x;
@@ -1414,7 +1415,7 @@ static void cuda_pair(const Pair *o) {
 //   shapes    u (n_rows, n_layers, ple_dim); table (vocab, n_layers * ple_dim)
 //   launch    grid (n_rows, n_layers), block 256, dynamic shared memory 4 * ple_dim
 //   traffic   reads and writes u, reads one row of the table per row
-//   see       cpu_ple_rows
+//   see       ref_ple_rows
 __global__ void ple_rows_kernel(Batch b, Planes table, DType type, int vocab, const float *w_norm, float *u,
                                 int n_layers, int dim, float proj_scale, float table_scale, float out_scale,
                                 float eps) {
@@ -1450,7 +1451,7 @@ static void cuda_close(const Close *o) {
 
 // gather_rows: dst[i] = src[index[i]], words of 32 bits.
 //   launch    grid (n_rows, ceil(cols / 256)), block 256
-//   see       cpu_gather_rows
+//   see       ref_gather_rows
 __global__ void gather_rows_kernel(const uint32_t *src, const int32_t *index, uint32_t *dst, int cols, int src_stride,
                                    int dst_stride) {
     wait_for_previous_kernel();
@@ -1926,7 +1927,7 @@ __device__ static inline void multiply(DType type, const Planes *w, unsigned row
 
 // Chooses the n_used largest router logits of a row, the lower expert first on ties, with their softmax weights; by a
 // warp, n_used <= 32. keys: shared memory for n words.
-//   see       cpu_route
+//   see       ref_route
 __device__ static inline void choose_experts(const Choice &o, const float *logits, size_t row, unsigned *keys) {
     const int lane = threadIdx.x % 32;
     const float nan = __uint_as_float(0x7fc00000u);
@@ -2022,7 +2023,7 @@ __device__ __noinline__ static void router_item_done(int first_row, int n) {
 //             memory: jobs, inputs, sums
 //   traffic   weights once per chunk of rows; every block reads the rows of the input and the norm weights from L2
 //   numerics  integer dot products per group, exact; f32 sums in the order above
-//   see       cpu_matmul, cpu_gate_up, cpu_route, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
+//   see       ref_matmul, ref_gate_up, ref_route, ref_expert_gate_up, ref_expert_down, ref_ple_inject, ref_head
 //
 // A block first computes its block items (GATED and INJECT: 32 features; DOWN: 8 features, all experts of a row), then
 // each of its warps computes warp items (STORE: 4 features, or one of floats). Example with 2 blocks: gate and up with
@@ -2261,7 +2262,7 @@ __device__ static inline void join_splits(const Gemv &o, const GemvSplit &s) {
 //   launch    grid ceil(items / items of a block), block 512, dynamic shared memory: parameters, the row, terms, sums
 //   traffic   weights once; every block reads the row and, where it makes it, the norm weights from L2
 //   numerics  as product_kernel
-//   see       cpu_matmul, cpu_ple_inject
+//   see       ref_matmul, ref_ple_inject
 template <bool MADE>
 __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_constant__ Gemv parameters) {
     const Gemv &o = *(const Gemv *)shared_bytes;
@@ -3079,7 +3080,7 @@ __device__ static inline void join_experts(const Tiling &t, const Job &o, int fi
 //             rows
 //   time      a stage of 64 features costs each consumer warp about 170 instructions with 8 rows of Q4_K, 240 of Q6_K;
 //             with 16 rows 240 and 340; and a producer warp 175 or 290
-//   see       product_kernel; cpu_matmul, cpu_gate_up, cpu_expert_gate_up, cpu_expert_down, cpu_ple_inject, cpu_head
+//   see       product_kernel; ref_matmul, ref_gate_up, ref_expert_gate_up, ref_expert_down, ref_ple_inject, ref_head
 //
 // One block, over time (P: producer warps, C: consumer warps):
 //
@@ -4147,7 +4148,7 @@ template <DType T, bool LARGE, bool WIDE> struct ExpertsShape {
 //   traffic   a tile reads its rows of y and its features once; y comes from L2, and so do features for the second tile
 //             of an expert
 //   numerics  weights and rows rounded to f16, sums f32, ascending: a result does not depend on the tile
-//   see       cpu_expert_gate_up, cpu_expert_down
+//   see       ref_expert_gate_up, ref_expert_down
 //
 // A stage has 64 values (2 groups) of the rows and of the features:
 //
@@ -4750,7 +4751,7 @@ __device__ static inline void store_row(const HeadValues<M> &x, const Cache &c, 
 //             groups_of(v)
 //   traffic   reads and writes q, reads k and v (CODED: once per group), writes a row of each plane
 //   numerics  f32; angles are reduced to a revolution in f64; sine and cosine are f32, made once for the four heads
-//   see       cpu_qkv_store
+//   see       ref_qkv_store
 template <bool CODED>
 __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool staged) {
     wait_for_previous_kernel();
@@ -4828,7 +4829,7 @@ __device__ static inline KvWords words_of(const Cache &c, const KvPlane &p, bool
 // kv_move: moves the rows of an accepted tree path to slots len, len + 1, ...
 //   launch    grid (n_segs, caches, kv heads), block 256: a thread moves one word of 16 bits of every row
 //   traffic   reads and writes the accepted rows once
-//   see       cpu_kv_commit
+//   see       ref_kv_commit
 //
 // Example: len = 10, a ring of 12 slots, path = rows 0, 2, 5 of the segment:
 //
@@ -4893,7 +4894,7 @@ static void cuda_kv_commit(const KvCommit *o) {
 //   shapes    a row of a head is a multiple of 16 bytes
 //   launch    grid n_rows, block 256: one row of the step; threads copy 16 bytes of its heads, then 2 bytes of scales
 //   traffic   reads and writes every copied row once
-//   see       cpu_kv_copy
+//   see       ref_kv_copy
 __global__ void kv_copy_kernel(Batch b, Cache c, Cache stage) {
     wait_for_previous_kernel();
     const Row row = b.rows[blockIdx.x];
@@ -5072,7 +5073,7 @@ __device__ static inline int tied_value(int place, int head_dim, int n_rot) {
 //   launch    grid (n_rows, n_heads, ceil(head_dim / VALUES)), block 128: 64 values, or 128 that are rotated back
 //             together; dynamic shared memory 4 * splits * VALUES, for all splits at once
 //   traffic   reads once what the splits with a visible key wrote
-//   see       cpu_attend
+//   see       ref_attend
 HOST_DEVICE static constexpr int join_values(bool rotated) { return rotated ? KV_ROTATION : 64; }
 template <bool ROTATED>
 __global__ void __launch_bounds__(128) attend_join_kernel(Attend o, Batch b, Cache c, Splits splits,
@@ -5653,7 +5654,7 @@ __device__ static inline void put_values(const float (&acc)[HD / 128][NC / 8][4]
 //   time      with few keys a chain of latencies: rows of the step; angles, norms and the first tiles; the splits. So
 //             loads start as early as possible, all but q and the new rows before wait_for_previous_kernel() if
 //             `early`. Loops whose instructions run only once stay rolled, and there are no divisions
-//   see       cpu_attend, cpu_qkv_store
+//   see       ref_attend, ref_qkv_store
 //
 // The 8 warps divide the work of a tile three times; HD = 256:
 //
@@ -6200,7 +6201,7 @@ __device__ static inline void flash_store(const FlashTask &a, const Flash<HD, N>
 //   numerics  q in f16, scores on tensor cores with f32 sums, the HALVES of the dims added. Online softmax in f32, by
 //             tiles of N keys, aligned to key 0; weights are rounded to f16 and summed so; O += P V with f32 sums.
 //             Lines do not mix: a row's result depends only on what it sees
-//   see       cpu_attend
+//   see       ref_attend
 //
 // One tile of an untied f16 cache with HALVES 2; the arrows are copies, from their start to the wait for them:
 //
@@ -6466,7 +6467,7 @@ __device__ static inline PlainKey plain_key(const Cache &c, int seq, int head, i
 //   launch    grid (n_rows, n_kv_heads * ceil(group / HEADS), splits), block 256
 //   traffic   reads K and V of the visible positions once per row and KV head (tied: V's row serves both)
 //   numerics  f32 throughout; online softmax per tile
-//   see       cpu_attend
+//   see       ref_attend
 __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend o, Batch b, Cache c, Cache stage,
                                                                          bool staged, Splits splits, float *values,
                                                                          float2 *stats, BlockList blocks, int row0) {

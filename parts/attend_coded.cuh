@@ -724,7 +724,7 @@ __device__ static inline void join_warps(WarpSums<HD> &x, int run, Columns<CODED
 //             stay rotated until all splits are combined
 //   time      instructions: 1280 to 1630 for a subtile of 512 values in tied rows, half of them convert codes to halves
 //             (sm_90); bandwidth of shared memory, a third of it for q
-//   see       cpu_attend
+//   see       ref_attend
 template <int HD>
 __global__ void __launch_bounds__(ATTEND_THREADS, 1) attend_coded_kernel(const __grid_constant__ CodedTask c) {
     __shared__ Columns<CODED_COLUMNS> columns;

@@ -439,7 +439,7 @@ __device__ static void count_seen(const Row &row, const Segment &seg, const Row 
 //   traffic   reads the logits once; with bias or penalties writes them once. The last block reads k strips and few
 //             more again (top_k up to 512), else all strips with a weight, once or twice
 //   numerics  integers after step 3: the same choice as the CPU whenever the logits are equal
-//   see       cpu_sample
+//   see       ref_sample
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Batch b, Spread s) {
     wait_for_previous_kernel();
     int *seen = (int *)shared_bytes;
@@ -558,7 +558,7 @@ static void cuda_sample(const Sample *o) {
 //   launch    grid n_segs, block 32: 32 kept rows at a time, one a lane; the walk goes from lane to lane
 //   traffic   reads kept_rows and chosen once for each segment
 //   numerics  whole numbers
-//   see       cpu_verify_walk
+//   see       ref_verify_walk
 __global__ void verify_walk_kernel(VerifyWalk o, Batch b) {
     wait_for_previous_kernel();
     const int s = blockIdx.x, lane = threadIdx.x;
@@ -618,7 +618,7 @@ typedef struct {
 //             completes it
 //   traffic   reads the logits once, then k strips and few more again
 //   numerics  exp in f32 of the distance to the best of a strip; sums in f64, in an order that depends only on vocab
-//   see       cpu_head, cpu_head_centroid, cpu_logprob, logsumexp()
+//   see       ref_head, ref_head_centroid, ref_logprob, ref_logsumexp
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, Spread s) {
     wait_for_previous_kernel();
     __shared__ double part[SAMPLE_WARPS];
@@ -762,7 +762,7 @@ typedef struct {
 //             four candidates, of a float matrix one after the other
 //   traffic   reads the rows of the candidates once for each row of the step
 //   numerics  as product_kernel
-//   see       cpu_head_centroid
+//   see       ref_head_centroid
 __global__ void __launch_bounds__(ROW_THREADS, 1) candidates_kernel(const __grid_constant__ Candidates o) {
     wait_for_previous_kernel();
     __shared__ float sums[PRODUCT_WARPS][WARP_FEATURES];

@@ -33,7 +33,7 @@ __device__ static inline RowBlock row_block(const Batch &b, int number) {
 //   launch    grid (n_blocks, n_kv_heads, n_segs), block 256: two values a thread; incomplete blocks are skipped
 //   traffic   reads K once (tied: V, which is K except for the dims with RoPE)
 //   numerics  f32, keys ascending
-//   see       mean_blocks in gemma4.c
+//   see       ref_mean_key in parts/reference.h
 __global__ void block_mean_kernel(Batch b, Cache c, int n_blocks, __half *means) {
     wait_for_previous_kernel();
     const Segment seg = b.segs[blockIdx.z];
@@ -78,7 +78,7 @@ __device__ static inline void score_stats(const float (&s)[4][4], const RowBlock
 //   launch    grid (row blocks, n_heads), block ScoreShape::THREADS, dynamic shared memory SCORE_BYTES
 //   traffic   q once; the means of visible blocks once for 64 rows, mostly from L2: 1 / SELECT_KEYS of attention's K
 //   numerics  q in f16, scores on tensor cores with f32 sums; exp in f32
-//   see       score_blocks in gemma4.c
+//   see       ref_block_score in parts/reference.h
 __global__ void __launch_bounds__(ScoreShape::THREADS, 1) block_score_kernel(BlockSelect o, Batch b, Cache c) {
     wait_for_previous_kernel();
     const ScoreShape f;
@@ -148,7 +148,7 @@ __device__ static inline float weight_of_rank(const float *w, int n, int most) {
 //   launch    grid (row blocks, n_kv_heads), block 256: a warp adds up a head, the first warp makes the list
 //   traffic   reads the scores three times, mostly from L2, writes weights and lists once
 //   numerics  f32; the weight of a block is the maximum over the heads of its softmax share
-//   see       list_blocks in gemma4.c
+//   see       ref_select in parts/reference.h
 enum { MAX_GROUP = 64 };
 __global__ void block_list_kernel(BlockSelect o, Batch b, int n_kv_heads) {
     wait_for_previous_kernel();
@@ -230,7 +230,7 @@ static void cuda_block_select(const BlockSelect *o) {
 //             read it
 //   traffic   reads K once (tied: V, which is K except for the dims with RoPE); q comes from L2 for each key
 //   numerics  f32
-//   see       share_keys in gemma4.c
+//   see       ref_attn_mass in parts/reference.h
 enum { MASS_KEYS = 64 };
 __global__ void mass_scores_kernel(AttnMass o, Batch b, Cache c) {
     wait_for_previous_kernel();
@@ -264,7 +264,7 @@ __global__ void mass_scores_kernel(AttnMass o, Batch b, Cache c) {
 //   launch    grid (n_heads, n_rows), block 256
 //   traffic   reads and writes the scores three times, mostly in L2
 //   numerics  f32; sums over the lanes, then over 8 warps
-//   see       share_keys in gemma4.c
+//   see       ref_attn_mass in parts/reference.h
 __global__ void mass_softmax_kernel(AttnMass o, Batch b) {
     wait_for_previous_kernel();
     __shared__ float tops[8], sums[8];
@@ -290,7 +290,7 @@ __global__ void mass_softmax_kernel(AttnMass o, Batch b) {
 //   launch    grid (n_keys / 256, n_rows), block 256: a thread for each key
 //   traffic   reads the probabilities of all heads, reads and writes mass once
 //   numerics  exact
-//   see       cpu_attn_mass in gemma4.c
+//   see       ref_attn_mass in parts/reference.h
 __global__ void mass_max_kernel(AttnMass o, Batch b) {
     wait_for_previous_kernel();
     const Row row = b.rows[blockIdx.y];
