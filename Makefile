@@ -5,9 +5,11 @@
 #   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   LDFLAGS=-L/folder
 #   ARCH=sm_90 (for which GPUs); native (those of this machine); all-major (8.0 to 12.1, as far as nvcc knows them); pairs:
 #     ARCH=compute_86:sm_90 is the code of an 8.6 card assembled for a 9.0 card, which tests the former on the latter
+#   BACKEND=parts/NAME.h or .cu (another backend, from tools/new_backend.sh: docs/porting.md; built in build/NAME)
 #   JOBS=4 (what make test does at a time)   STRICT=1 (a skipped test fails)   LONG=1 (longer tests: docs/tests.md)
 
-B       := build
+BACKEND_NAME := $(basename $(notdir $(BACKEND)))
+B       := build$(if $(BACKEND),/$(BACKEND_NAME))
 BIN     := gemma4
 CFLAGS  ?= -O3 -march=native -g1
 EDIT    ?= 1
@@ -22,7 +24,7 @@ HAS_GPU ?= $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 KERNELS := $(wildcard gemma4_kernels.cu)
 KERNEL_PARTS := $(wildcard parts/*.cuh) gemma4.h parts/kv.h parts/cards.h
 CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/include/cublas_v2.h)
-ENGINE  := $(if $(and $(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
+ENGINE  := $(if $(and $(if $(BACKEND),,1),$(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
 # Without a GPU the tests need no nvcc, since test_kernels.sh carries the kernels out on the CPU; ENGINE=cuda asks for it.
 TESTED  := $(if $(or $(strip $(HAS_GPU)),$(filter command,$(origin ENGINE))),$(ENGINE),cpu)
 TESTED_BIN = $(B)/gemma4-$(if $(filter cpu,$(TESTED)),tested,cuda)
@@ -46,7 +48,14 @@ LTO       := $(shell probe=$$(mktemp) || exit; echo 'int main(void) { return 0; 
 HTTP      ?= $(shell pkg-config --exists 'libmicrohttpd >= 0.9.71' 2>/dev/null && echo 1)
 HTTP_FLAG := $(if $(filter 1,$(HTTP)),-DUSE_MICROHTTPD $(shell pkg-config --cflags libmicrohttpd))
 HTTP_LIB  := $(if $(filter 1,$(HTTP)),$(shell pkg-config --libs libmicrohttpd))
-COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS) -I$(B)
+# Another backend: a C header is part of gemma4.c, a .cu file an object of its own. NAME_ops() is its table.
+ifneq ($(BACKEND),)
+BACKEND_DEFINES := -DBACKEND_OPS=$(BACKEND_NAME)_ops -DBACKEND_NAME=\"$(BACKEND_NAME)\"
+BACKEND_FLAGS := $(BACKEND_DEFINES) $(if $(filter %.h,$(BACKEND)),-DBACKEND_FILE=\"$(BACKEND)\")
+BACKEND_OBJECT := $(if $(filter %.cu,$(BACKEND)),$(B)/backend.o)
+BACKEND_LIBS = $(if $(BACKEND_OBJECT),$(CUDA_LIBS))
+endif
+COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS) $(BACKEND_FLAGS) -I$(B)
 SOURCES  := gemma4.c $(wildcard *.h parts/*.h) $(B)/page.h
 TESTS    := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
 LINES    := $(patsubst %,$(B)/lines-%,none $(EDITORS))
@@ -70,7 +79,7 @@ FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 # The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out (its cuda_runtime.h says how), and
 # linked to the tests that know of a GPU. CUDA_VISIBLE_DEVICES= hides it from them.
 E        := $(B)/emulated
-EMULATOR := $(if $(filter cpu,$(ENGINE)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
+EMULATOR := $(if $(and $(filter cpu,$(ENGINE)),$(if $(BACKEND),,1)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
 EMULATED := $(if $(EMULATOR),$(patsubst %,$(B)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft test_cards test_device))
 EMULATE  := $(CXX) -std=c++20 -g1 -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
     -ffp-contract=off -pthread $(filter -march=% -mcpu=%,$(CFLAGS))
@@ -86,8 +95,15 @@ no-cuda:
 	@echo "make cuda: $(if $(strip $(NVCC)),cublas_v2.h not found next to $(NVCC); install the complete CUDA toolkit,nvcc not found; install the \
 	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
-$(B)/gemma4-cpu: $(SOURCES) $(B)/flags
-	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
+$(B)/gemma4-cpu: $(SOURCES) $(BACKEND) $(BACKEND_OBJECT) $(B)/flags
+	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(BACKEND_LIBS) -lm
+$(B)/backend.o: $(BACKEND) gemma4.h gguf.h $(wildcard parts/*.cuh) parts/kv.h parts/cards.h $(B)/cuda-flags
+	$(NVCC) -O3 -std=c++20 $(HOST_FLAGS),-ffp-contract=off -lineinfo $(ARCH_FLAGS) $(NVCC_FLAGS) -I. $(BACKEND_DEFINES) -c $< -o $@
+# Tests another backend; OPS="matmul attend": these operations alone, and no sampler.
+test-backend: $(if $(BACKEND),$(B)/test_ops $(B)/test_sampling)        ## with BACKEND=FILE: build that backend and test its operations
+	@[ "$(BACKEND)" ] || { echo 'make test-backend: expected BACKEND=parts/NAME.h or .cu; make one with tools/new_backend.sh NAME' >&2; exit 1; }
+	$(B)/test_ops -$(BACKEND_NAME) $(OPS)
+	$(if $(OPS),,$(B)/test_sampling -$(BACKEND_NAME))
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/plain.o $(B)/kernels.o
 	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
@@ -144,12 +160,12 @@ $(B)/gemma4-tested: $(SOURCES) $(B)/flags
 $(LINES): $(B)/lines-%: tests/lines.c parts/lines.h $(B)/flags
 	$(TEST_COMPILE) $(call edit_flag,$(filter-out none,$*)) $< -o $@ $(LDFLAGS) $(call edit_lib,$(filter-out none,$*))
 $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine $(B)/engine.a \
-    $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o $(B)/plain.o)
+    $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o $(B)/plain.o) $(BACKEND) $(BACKEND_OBJECT)
 ifeq ($(ENGINE),cuda)
 	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
 	$(LINK) $@.o $(B)/engine.a $(B)/plain.o $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
 else
-	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -Wno-unused-function $< $(B)/engine.a $(GPU_FLAGS) -o $@ $(LDFLAGS) -lm $(GPU_LIBS)
+	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -Wno-unused-function $< $(B)/engine.a $(GPU_FLAGS) $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(BACKEND_LIBS) -lm $(GPU_LIBS)
 endif
 $(EMULATED): $(E)/kernels.o $(E)/plain.o $(E)/emulator.o
 $(EMULATED): GPU_FLAGS = -DUSE_CUDA -DEMULATED=1 -rdynamic $(E)/kernels.o $(E)/plain.o $(E)/emulator.o
@@ -200,4 +216,4 @@ help:                           ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 FORCE:
 .DELETE_ON_ERROR:
-.PHONY: all cpu cuda no-cuda test test-programs asan sanitize fuzz amalgamate bench install clean help dev FORCE
+.PHONY: test-backend all cpu cuda no-cuda test test-programs asan sanitize fuzz amalgamate bench install clean help dev FORCE

@@ -967,6 +967,9 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/score.h"
 #include "parts/cpu.h"
 #include "parts/reference.h"
+#ifdef BACKEND_FILE           // make BACKEND=FILE
+#include BACKEND_FILE
+#endif
 #include "parts/answer.h"
 #include "parts/text.h"
 #include "parts/convert.h"

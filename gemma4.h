@@ -631,6 +631,9 @@ typedef struct Ops {
     void (*head_centroid)(const HeadCentroid *o);
 } Ops;
 
+#ifdef BACKEND_OPS                   // make BACKEND=parts/NAME.h or .cu: NAME_ops, another backend (docs/porting.md)
+const Ops *BACKEND_OPS(void);
+#endif
 const Ops *reference_ops(void);      // parts/reference.h: the definition
 const Ops *cpu_ops(void);            // parts/cpu.h
 const Ops *cuda_ops(void);           // gemma4_kernels.cu; NULL: there is no GPU that it could use

@@ -1050,6 +1050,9 @@ static const Ops *choose_ops(const Flags *f) {
     const char *advice = "this build has no CUDA; build with make cuda", *missing = advice;
     if (card && f->backend && (plain || !named)) die("--card: expected --backend cuda, got %s", f->backend);
     if (f->backend && !named) return is_choice(f->backend, "cpu") ? cpu_ops() : reference_ops();
+#ifdef BACKEND_OPS                                     // make BACKEND=FILE
+    if (!card && !named) return BACKEND_OPS();
+#endif
 #ifdef USE_CUDA
     cuda_pretend(card);
     ops = plain ? plain_ops() : cuda_ops();

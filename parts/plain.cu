@@ -1612,7 +1612,7 @@ const Ops *plain_ops(void) {
         return NULL;
     }
     start_device();
-    ops.name = "plain";
+    ops.name = "plain", ops.exact_prompts = true;
     ops.memory = plain_memory, ops.weight_bytes = plain_weight_bytes, ops.upload = plain_upload;
     ops.scratch_bytes = plain_scratch_bytes, ops.init = plain_init, ops.reserve = plain_reserve;
     ops.release = plain_release, ops.copy = plain_copy, ops.begin = plain_begin, ops.end = plain_end;

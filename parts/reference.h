@@ -3,8 +3,9 @@
  *
  * Nothing here is fast: one thread, one value after the other, sums in f64. Every weight is dequantised to f32 by
  * gguf_dequantize. Backend memory is host memory, and weights are read in place from the mapped file. The tests compare
- * every backend with this table, and `gemma4 check --against reference` does so on a model. To write a port, start with
- * a copy of this file: replace one function, run build/test_ops, continue with the next (docs/porting.md).
+ * every backend with this table, and `gemma4 check --against reference` does so on a model. tools/new_backend.sh copies
+ * this file, as the start of a port: replace one function, run the tests, continue with the next (docs/porting.md). So
+ * it compiles as C11 and as C++20.
  *
  * Uses gemma4.h, gguf.h, kv.h and the math library. Begin with reference_ops().
  *
@@ -130,7 +131,7 @@ static double ref_activation(ActFn fn, double x) {
 
 // The order of tokens: descending z; on ties the lower id first.
 static int ref_compare(const void *a, const void *b) {
-    const RefToken *x = a, *y = b;
+    const RefToken *x = (const RefToken *)a, *y = (const RefToken *)b;
     if (x->z != y->z) return x->z > y->z ? -1 : 1;
     return x->id < y->id ? -1 : 1;
 }
@@ -483,7 +484,7 @@ static void ref_mean_key(const BlockSelect *o, int seq, int head, int block, flo
         ref_kv_read(&c->k, ref_kv_row(c, &c->k, seq, head, slot), k);
         for (int i = 0; i < c->head_dim; i++) sum[i] += k[i];
     }
-    for (int i = 0; i < c->head_dim; i++) mean[i] = (float)(sum[i] / SELECT_KEYS);
+    for (int i = 0; i < c->head_dim; i++) mean[i] = (float)(sum[i] / (int)SELECT_KEYS);
 }
 
 // s[h][n] of BlockSelect, for one block of rows and one block of keys.
@@ -526,7 +527,7 @@ static int ref_select(const BlockSelect *o, const RefRowBlock *v, const float *w
 static void ref_block_select(const BlockSelect *o) {
     const Cache *c = o->cache;
     const int hd = c->head_dim, n_blocks = o->out.n_blocks, group = o->n_heads / c->n_kv_heads;
-    float *means = o->means;
+    float *means = (float *)o->means;
     for (int i = 0; i < o->batch->n_segs; i++) {
         const Segment *seg = &o->batch->segs[i];
         for (int g = 0; g < c->n_kv_heads; g++)
@@ -813,15 +814,15 @@ static void *ref_alloc(void *old, size_t n, size_t size) {
 
 static void ref_init(const Limits *lim) {
     const size_t cols = (size_t)lim->max_cols;
-    ref.x = ref_alloc(ref.x, cols, sizeof *ref.x);
-    ref.d = ref_alloc(ref.d, cols, sizeof *ref.d);
-    ref.y.f = ref_alloc(ref.y.f, cols, sizeof *ref.y.f);
-    ref.y.q = ref_alloc(ref.y.q, cols, sizeof *ref.y.q);
-    ref.y.s = ref_alloc(ref.y.s, cols / 32 + 1, sizeof *ref.y.s);
-    ref.w = ref_alloc(ref.w, cols, sizeof *ref.w);
-    ref.out = ref_alloc(ref.out, cols, sizeof *ref.out);
-    ref.logits = ref_alloc(ref.logits, lim->vocab, sizeof *ref.logits);
-    ref.tokens = ref_alloc(ref.tokens, ref_n_tokens(lim), sizeof *ref.tokens);
+    ref.x = (double *)ref_alloc(ref.x, cols, sizeof *ref.x);
+    ref.d = (double *)ref_alloc(ref.d, cols, sizeof *ref.d);
+    ref.y.f = (float *)ref_alloc(ref.y.f, cols, sizeof *ref.y.f);
+    ref.y.q = (int8_t *)ref_alloc(ref.y.q, cols, sizeof *ref.y.q);
+    ref.y.s = (float *)ref_alloc(ref.y.s, cols / 32 + 1, sizeof *ref.y.s);
+    ref.w = (float *)ref_alloc(ref.w, cols, sizeof *ref.w);
+    ref.out = (float *)ref_alloc(ref.out, cols, sizeof *ref.out);
+    ref.logits = (float *)ref_alloc(ref.logits, lim->vocab, sizeof *ref.logits);
+    ref.tokens = (RefToken *)ref_alloc(ref.tokens, ref_n_tokens(lim), sizeof *ref.tokens);
 }
 
 static void *ref_reserve(size_t bytes) {

@@ -155,6 +155,27 @@ static void test_runs(const char *model) {
     CHECK(!strcmp(text, out), "as on an rtx3090 the text is '%s', else '%s'", out, text);
 }
 
+// ==== --backend ======================================================================================================
+// The plain kernels tell the CPU's story. In the emulator a token takes a while, so there are few of them.
+
+static void test_backends(void) {
+    static const char *minis[] = { MINI, "models/gemma4-mini-e-q8_0.gguf" };
+    for (size_t i = 0; i < sizeof minis / sizeof *minis; i++) {
+        char words[300];
+        snprintf(words, sizeof words, "%s --raw -p Once -n 16 -c 64 --temp 0 -t 1 --backend cpu", minis[i]);
+        CHECK(gemma4(VISIBLE, NULL, NULL, words) == 0 && strstr(err, "# backend: cpu, "), "--backend cpu: %s", err);
+        char *want = strdup(out);
+        memcpy(strstr(words, "cpu"), "plain", 6);
+        CHECK(gemma4(VISIBLE, NULL, NULL, words) == 0 && strstr(err, "# backend: plain, ") && *want && !strcmp(out, want),
+              "%s: got '%s', want '%s': %s", words, out, want, err);
+        free(want);
+    }
+    CHECK(gemma4(HIDDEN, NULL, NULL, MINI " -p hi --backend plain") == 1 && strstr(err, "--backend: plain: no GPU found"),
+          "--backend plain without a GPU: %s", err);
+    CHECK(gemma4(VISIBLE, NULL, NULL, MINI " -p hi --backend plain --card rtx3090") == 1 &&
+          strstr(err, "--card: expected --backend cuda, got plain"), "--backend plain --card: %s", err);
+}
+
 #ifdef EMULATED
 // ==== Cards ==========================================================================================================
 
@@ -224,27 +245,6 @@ static void test_cards(void) {
     close(ends[0]);
     CHECK(wait_for_child(child) == 0 && all && memory[1] == small.memory && memory[0] == small.memory - ((size_t)1 << 30),
           "a card of 3 GiB, 1 GiB in use: %zu bytes free of %zu", memory[0], memory[1]);
-}
-
-// ==== --backend ======================================================================================================
-// The plain kernels tell the CPU's story. In the emulator a token takes a while, so there are few of them.
-
-static void test_backends(void) {
-    static const char *minis[] = { MINI, "models/gemma4-mini-e-q8_0.gguf" };
-    for (size_t i = 0; i < sizeof minis / sizeof *minis; i++) {
-        char words[300];
-        snprintf(words, sizeof words, "%s --raw -p Once -n 16 -c 64 --temp 0 -t 1 --backend cpu", minis[i]);
-        CHECK(gemma4(VISIBLE, NULL, NULL, words) == 0 && strstr(err, "# backend: cpu, "), "--backend cpu: %s", err);
-        char *want = strdup(out);
-        memcpy(strstr(words, "cpu"), "plain", 6);
-        CHECK(gemma4(VISIBLE, NULL, NULL, words) == 0 && strstr(err, "# backend: plain, ") && *want && !strcmp(out, want),
-              "%s: got '%s', want '%s': %s", words, out, want, err);
-        free(want);
-    }
-    CHECK(gemma4(HIDDEN, NULL, NULL, MINI " -p hi --backend plain") == 1 && strstr(err, "--backend: plain: no GPU found"),
-          "--backend plain without a GPU: %s", err);
-    CHECK(gemma4(VISIBLE, NULL, NULL, MINI " -p hi --backend plain --card rtx3090") == 1 &&
-          strstr(err, "--card: expected --backend cuda, got plain"), "--backend plain --card: %s", err);
 }
 
 // ==== Faults =========================================================================================================

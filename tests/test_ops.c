@@ -13,10 +13,10 @@
  *   attention         slots that no row may see have large values
  *   buffers           outputs start as NaN (all bits set) and are followed by guard bytes; inputs must stay unchanged
  *
- * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -cuda before them: the CUDA
- * backend only; -plain: the plain CUDA backend only; -few after it: every fifth case, without the 100 rows for cuBLAS;
- * plain: every fiftieth. Without them the CPU backend runs every second case, with LONG=1 all, the plain backend every
- * tenth. TEST_TIMES=1 prints seconds. */
+ * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -NAME before them: only the
+ * backend of make BACKEND=parts/NAME.h, every fifth case. -cuda: the CUDA backend only; -plain: the plain CUDA backend
+ * only; -few after it: every fifth case, without the 100 rows for cuBLAS; plain: every fiftieth. Without them the CPU
+ * backend runs every second case, with LONG=1 all, the plain backend every tenth. TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -2778,6 +2778,13 @@ static void test_parallel(void) {
 
 int main(int argc, char **argv) {
     take_card(&argc, argv);
+#ifdef BACKEND_OPS
+    if (argc > 1 && !strcmp(argv[1], "-" BACKEND_NAME)) {
+        if (!getenv("LONG")) n_runs_100 = 5, every = 5;
+        run_all(BACKEND_OPS(), argv + 2);
+        return test_done("ops");
+    }
+#endif
     const bool plain = argc > 1 && strcmp(argv[1], "-plain") == 0;
     const bool cpu = !plain && (argc < 2 || strcmp(argv[1], "-cuda") != 0);
     const bool few = argc > 2 && strcmp(argv[2], "-few") == 0;

@@ -11,9 +11,9 @@
  *   stop strings   compared with a plain search, for any division of the text
  *
  * All tests except the first and the last run with any backend. TEST_TIMES=1 prints the time of one row of 262144
- * logits. Arguments: -cuda for the CUDA backend only, -plain for the plain CUDA backend only, -few after it for a
- * fifteenth of choice, edges and spread; then the tests to run: distribution (not with these), choice, edges, spread,
- * seen, position; none: all. */
+ * logits. Arguments: -NAME for the backend of make BACKEND=parts/NAME.h only, -cuda for the CUDA backend only, -plain
+ * for the plain CUDA backend only, -few after it for a fifteenth of choice, edges and spread; then the tests to run:
+ * distribution (not with these), choice, edges, spread, seen, position; none: all. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -846,6 +846,13 @@ static void run_all(const Ops *table, char **only) {
 
 int main(int argc, char **argv) {
     take_card(&argc, argv);
+#ifdef BACKEND_OPS
+    if (argc > 1 && !strcmp(argv[1], "-" BACKEND_NAME)) {
+        reference_ops()->init(&(Limits){ .max_rows = MAX_ROWS, .max_cols = 256, .vocab = BIG });
+        run_all(BACKEND_OPS(), argv + 2);
+        return test_done("sampling");
+    }
+#endif
     const bool plain = argc > 1 && strcmp(argv[1], "-plain") == 0;
     const bool cpu = !plain && (argc < 2 || strcmp(argv[1], "-cuda") != 0);
     const bool few = !cpu && argc > 2 && strcmp(argv[2], "-few") == 0;
