@@ -310,8 +310,8 @@ __device__ static inline float rms_factor(float squares, int n, float eps) { ret
 //   traffic   reads x and the deltas up to four times (after the first time from a cache), writes x_out and y once
 //   numerics  f32; sums of squares over 256 threads in a fixed order
 //   see       ref_input
-//   fast twin prepare_kernel, and the head of every product kernel: up to a few rows a product computes its input
-//             itself, which saves the launch and the way through memory
+//   fast twin prepare_kernel; up to a few rows, every block of a product computes its input itself, which saves a
+//             launch and the way through memory
 struct Deltas { float factor[2], post; };              // 1 / rms of the deltas, and of their sum
 
 __device__ static float delta_at(const In &in, const Deltas &d, size_t at, int i) {
@@ -380,7 +380,7 @@ HOST_DEVICE static inline int valid_token(int token, int vocab) { return token <
 //   traffic   reads a row of the table and writes 4 cols bytes, for each row
 //   numerics  exact values of the file, one rounding
 //   see       ref_embed
-//   fast twin embed_kernel: reads the table in its own layout, 32 values at a time
+//   fast twin embed_kernel: a thread decodes 32 values with wide loads, from a layout of its own
 static __global__ void embed_kernel(Batch b, Tensor table, float scale, float *out) {
     const uint8_t *row = weight_row(table, valid_token(b.rows[blockIdx.x].token, table.rows));
     for (int i = threadIdx.x; i < table.cols; i += blockDim.x)
@@ -414,7 +414,7 @@ static void plain_pair(const Pair *o) { launch("pair", o->n_rows, ROW_THREADS, p
 //   traffic   reads and writes u, reads a row of the table, perhaps from host memory
 //   numerics  f32
 //   see       ref_ple_rows
-//   fast twin ple_rows_kernel: values stay in registers between the two passes
+//   fast twin ple_rows_kernel: values stay in shared memory between the two passes
 static __global__ void ple_rows_kernel(PleRows o, Batch b, Tensor table) {
     const int l = blockIdx.x, r = blockIdx.y;
     const uint8_t *row = weight_row(table, valid_token(b.rows[r].token, table.rows));
@@ -475,8 +475,8 @@ static dim3 tiles(int n_rows, int n_out) { return dim3(div_up(n_rows, TILE_ROWS)
 //   traffic   reads w once for 8 rows in the file's blocks, y for each 32 features (from a cache)
 //   numerics  decoded f32 weights times f32, or times s q of int8 values; 32 sums of a lane, then a tree
 //   see       ref_matmul, ref_head
-//   fast twin gemv_kernel for one row, product_kernel up to 64, cuBLAS for prompts: loads of 16 bytes from a layout of
-//             planes, integer dot products or tensor cores in place of decoding every value, several matrices at once
+//   fast twin gemv_kernel and product_kernel (1 or 2 rows), tile_kernel (up to 64), cuBLAS (prompts): loads of 16 bytes
+//             from a layout of planes, integer dot products, from 3 rows on tensor cores; several matrices in a launch
 static __global__ void product_kernel(Tensor w, Act y, int n_rows, float cap, float *out) {
     __shared__ float z[TILE_ROWS][WARP];
     const int r0 = blockIdx.x * TILE_ROWS, first = blockIdx.y * WARP, n = min_int(TILE_ROWS, n_rows - r0);
@@ -520,7 +520,7 @@ __device__ static uint64_t next_best(const float *z, const int32_t *ids, int n, 
 //   traffic   n_used times the logits of a row, from a cache
 //   numerics  f64 for the weights
 //   see       ref_choose_experts
-//   fast twin product_kernel: the block that finishes the router's product last chooses in the same launch
+//   fast twin product_kernel, tile_kernel: the block that finishes last chooses, in the launch of the product
 static __global__ void route_kernel(Route o, int n_experts) {
     const float *z = o.logits + (size_t)blockIdx.x * n_experts;
     float *weights = o.weights + (size_t)blockIdx.x * o.n_used;
@@ -557,8 +557,8 @@ __device__ static float activation(ActFn fn, float x) {
 //   traffic   reads the matrices of a chosen expert once for each row that chose it
 //   numerics  as matmul
 //   see       ref_expert_gate_up
-//   fast twin product_kernel up to 64 rows; for prompts pairs are sorted by expert, so that an expert is read once for
-//             many rows
+//   fast twin product_kernel; experts_kernel for prompts: sort_pairs_kernel sorts the pairs by expert, so that a tile
+//             of rows shares one read of an expert
 static __global__ void expert_gate_up_kernel(ExpertGateUp o, Tensor gate, Tensor up, int n_out, int first_up, Act y) {
     __shared__ float of_gate[TILE_ROWS][WARP], of_up[TILE_ROWS][WARP];
     const int pair = blockIdx.x, r = pair / o.n_used, first = blockIdx.y * WARP, k = threadIdx.x;
@@ -607,7 +607,7 @@ static void plain_gate_up(const GateUp *o) {
 //   traffic   reads the matrices of a chosen expert once for each row that chose it
 //   numerics  as matmul; the sum over j in f32
 //   see       ref_expert_down
-//   fast twin product_kernel: a warp for each expert of a feature; for prompts as expert_gate_up
+//   fast twin product_kernel: 16 warps share the experts of a row; for prompts as expert_gate_up
 static __global__ void expert_down_kernel(ExpertDown o, Tensor down) {
     __shared__ float z[TILE_ROWS][WARP];
     const int r = blockIdx.x, first = blockIdx.y * WARP, k = threadIdx.x;
@@ -657,7 +657,7 @@ static void plain_close(const Close *o) {              // the input of a product
 //   traffic   4 cols bytes read and written for each row
 //   numerics  exact
 //   see       ref_gather_rows
-//   fast twin gather_rows_kernel: the same
+//   fast twin gather_rows_kernel: several blocks share a wide row
 static __global__ void gather_rows_kernel(GatherRows o) {
     const size_t row = o.index ? o.index[blockIdx.x] : blockIdx.x;
     const uint32_t *from = (const uint32_t *)o.src + row * o.src_stride;
@@ -781,8 +781,8 @@ __device__ static void rope_head(float *u, int half, const Rope &rope, int pos) 
 //   traffic   reads q, k, v once, writes q and the rows of the cache
 //   numerics  f32, angles in f64; codes bit for bit as on the CPU (parts/kv.h)
 //   see       ref_qkv_store
-//   fast twin qkv_store_kernel: several heads of a row in a block of more threads; in decode steps attention carries it
-//             out in its own launch
+//   fast twin qkv_store_kernel: four heads of a row in a block share the sines and cosines; in decode steps attention
+//             may carry it out in its own launch
 static __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool staged) {
     __shared__ float u[MAX_HEAD_DIM], y[MAX_HEAD_DIM];                 // y: u in the order of the cache
     const int r = blockIdx.x, hd = c.head_dim, half = hd / 2, n_q = o.q ? o.n_heads : 0;
@@ -836,7 +836,7 @@ static void plain_qkv_store(const QkvStore *o) {
 //   see       ref_attend_head
 //   fast twin attend_half_kernel and attend_coded_kernel: the heads that share a KV head share one read of the cache,
 //             tensor cores multiply, and splits of long contexts run at the same time, which attend_join_kernel
-//             combines; flash_kernel for prompts: 64 rows share the reads
+//             combines; flash_kernel for prompts: many rows share the reads
 enum { IN_CACHE, IN_TAIL, IN_STAGING };
 
 static __global__ void attend_kernel(Attend o, Batch b, Cache c, Cache tail, Cache staging, bool staged,
@@ -923,7 +923,7 @@ static void plain_attend(const Attend *o) {
 //   traffic   reads every key once
 //   numerics  f32, ascending slots
 //   see       ref_mean_key
-//   fast twin block_mean_kernel: rows in flight, means in f16
+//   fast twin block_mean_kernel: means in f16, which tensor cores multiply
 static __global__ void block_mean_kernel(BlockSelect o, Batch b, Cache c) {
     const int n = blockIdx.x, g = blockIdx.y;
     const Segment seg = b.segs[blockIdx.z];
@@ -1058,7 +1058,7 @@ __device__ static double block_logsumexp(const float *z, int n) {
 //   traffic   reads the keys once for each head, probs twice
 //   numerics  f32, sums in f64
 //   see       ref_attn_mass
-//   fast twin mass_scores_kernel, mass_softmax_kernel: a block scores some keys for all heads
+//   fast twin mass_scores_kernel, mass_softmax_kernel: a warp reads a key once for all rows and heads
 static __global__ void attn_mass_kernel(AttnMass o, Batch b, Cache c) {
     const int r = blockIdx.y, h = blockIdx.x, hd = c.head_dim, g = h / (o.n_heads / c.n_kv_heads);
     const int seq = b.segs[b.rows[r].seg].seq, n = b.len[seq] + b.rows[r].index + 1;
@@ -1083,7 +1083,7 @@ static __global__ void attn_mass_kernel(AttnMass o, Batch b, Cache c) {
 //   traffic   reads probs once
 //   numerics  exact
 //   see       ref_attn_mass
-//   fast twin mass_max_kernel
+//   fast twin mass_max_kernel: a thread for each key, in many blocks
 static __global__ void attn_max_kernel(AttnMass o, Batch b) {
     const int r = blockIdx.x, n = b.len[b.segs[b.rows[r].seg].seq] + b.rows[r].index + 1;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
@@ -1135,7 +1135,7 @@ static __global__ void kv_move_kernel(Batch b, Cache c, const int32_t *n_accept,
 //   traffic   a few words
 //   numerics  integers
 //   see       ref_kv_commit
-//   fast twin kv_lengths_kernel
+//   fast twin kv_lengths_kernel: the same
 static __global__ void kv_lengths_kernel(KvCommit o, Batch b) {
     const Segment seg = b.segs[blockIdx.x];
     const int n = o.n_accept[blockIdx.x];
@@ -1163,7 +1163,7 @@ static void plain_kv_commit(const KvCommit *o) {
 //   traffic   reads and writes the rows once
 //   numerics  exact
 //   see       ref_kv_copy
-//   fast twin kv_copy_kernel: all heads of a row in a block
+//   fast twin kv_copy_kernel: all heads of a row in a block, 16 bytes at a time
 static __global__ void kv_copy_kernel(Batch b, Cache c, Cache staging) {
     const Row row = b.rows[blockIdx.x];
     const Segment seg = b.segs[row.seg];
@@ -1187,7 +1187,7 @@ static void plain_kv_copy(const KvCopy *o) {
 //   traffic   top_k times the logits
 //   numerics  exact
 //   see       ref_summary
-//   fast twin summary_kernel: many blocks share a row and keep candidates in one pass
+//   fast twin summary_kernel: many blocks share a row and read it once
 static __global__ void top_k_kernel(const float *z, const int32_t *ids, int n, int top_k, int32_t *top_ids,
                                     float *top_logits) {
     const size_t row = blockIdx.x;
@@ -1249,7 +1249,7 @@ static void plain_head(const Head *o) {
 //   traffic   n_used times the scores of a row
 //   numerics  exact
 //   see       ref_head_centroid
-//   fast twin candidates_kernel: chooses by the bits of the scores in one pass
+//   fast twin summary_kernel, which chooses centroids as it does tokens
 static __global__ void centroid_tokens_kernel(HeadCentroid o, int n_centroids, int per, int first, int32_t *tokens) {
     uint64_t key = ~(uint64_t)0;
     for (int k = 0; k < o.n_used; k++) {
@@ -1265,7 +1265,7 @@ static __global__ void centroid_tokens_kernel(HeadCentroid o, int n_centroids, i
 //   traffic   reads a row of w for each logit
 //   numerics  as matmul
 //   see       ref_candidates
-//   fast twin candidates_kernel: tokens of a row in the same launch as their top_k
+//   fast twin candidates_kernel: a warp computes four logits at a time, with integer dot products
 static __global__ void candidates_kernel(Tensor w, Act y, const int32_t *tokens, int n, float *z) {
     const int i = blockIdx.y * (ROW_THREADS / WARP) + threadIdx.x / WARP;
     const size_t at = (size_t)blockIdx.x * n + i;
@@ -1362,7 +1362,7 @@ __device__ static uint64_t find_token(const Tokens &t, bool by_number, uint64_t 
 //   traffic   reads the logits once and z some 30 times, from a cache
 //   numerics  integers, and f32 without contraction: every backend chooses the same token
 //   see       ref_sample_row
-//   fast twin sample_kernel: many blocks share a row, and tokens that can be chosen are few, so only they are sorted
+//   fast twin sample_kernel: many blocks share a row; the last one reads only the parts that matter again
 static __global__ void sample_kernel(Sample o, Batch b, int first, float *scratch) {
     const int r = first + blockIdx.x;
     const Row row = b.rows[r];
@@ -1417,7 +1417,7 @@ static void plain_sample(const Sample *o) {
 //   traffic   a few words for each output row
 //   numerics  integers
 //   see       ref_verify_walk
-//   fast twin verify_walk_kernel: the lanes of a warp look for the next row together
+//   fast twin verify_walk_kernel: 32 output rows at a time, one a lane
 static __global__ void verify_walk_kernel(VerifyWalk o, Batch b) {
     const int i = blockIdx.x;
     const Segment seg = b.segs[i];
