@@ -1,8 +1,8 @@
 /* gemma4_kernels.cu - the CUDA backend: every operation of gemma4.h as kernels, each with its host wrapper below it.
  *
  * HOW TO READ  cuda_ops() at the end lists the operations. Operation <op> is the function cuda_<op>; ref_<op> in
- *              parts/reference.h defines what it computes, and "see" in the head of a kernel names it. Nothing here knows
- *              about files, text or the model. Four headers in parts/ hold what a first reader can skip:
+ *              parts/reference.h defines what it computes, and "see" in the head of a kernel names it. Nothing here
+ *              knows about files, text or the model. Four headers in parts/ hold what a first reader can skip:
  *              attend_coded.cuh, sparse.cuh, sample.cuh, device.cuh.
  * CONTENTS     search for "[n]"
  *   [1] Errors, the stream, state           [6] Products of a prompt: cuBLAS

@@ -604,7 +604,7 @@ static double chosen_gap(Comparison *c, const Checkpoint *x, const Checkpoint *y
     return gap;
 }
 
-static int compare_doubles(const void *a, const void *b) {
+static int compare_differences(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
@@ -626,7 +626,7 @@ static void check_checkpoint(Comparison *c, const Model *a, const Model *b, cons
         if (rows[n] > d.off.worst) d.off.worst = rows[n], d.row = r;
         n++;
     }
-    qsort(rows, (size_t)n, sizeof *rows, compare_doubles);
+    qsort(rows, (size_t)n, sizeof *rows, compare_differences);
     if (n) d.off.median = rows[n / 2];
     d.ratio = fmax(d.off.median / d.tolerance.median, d.off.worst / d.tolerance.worst);
     if (d.count == 1 || d.ratio > c->found[k].ratio) c->found[k] = d;
