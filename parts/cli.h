@@ -14,6 +14,11 @@
 #define PFLASH_ALPHA 0.1                // value of --pflash without a number: docs/quality.md
 #define PFLASH_ALPHA_TEXT "0.1"
 #define KV_TYPES "f16|f32|bf16|q8_0|q4_0|tq4|tq3"
+#ifdef BACKEND_NAME                     // make BACKEND=parts/NAME.h or .cu
+#define BACKENDS "cuda|plain|cpu|reference|" BACKEND_NAME
+#else
+#define BACKENDS "cuda|plain|cpu|reference"
+#endif
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
@@ -183,7 +188,7 @@ static const Flag flags[] = {
       "itself" },
     { "--against", NULL, "cpu|reference", FLAG_CHOICE, CHECK, FIELD(against), 0, 0,
       "check: compare with this; reference: plain loops, slow on large files; default cpu" },
-    { "--backend", NULL, "cuda|plain|cpu|reference", FLAG_CHOICE, RUNS | PLANS | BENCH | CHECK | PPL | NIAH,
+    { "--backend", NULL, BACKENDS, FLAG_CHOICE, RUNS | PLANS | BENCH | CHECK | PPL | NIAH,
       FIELD(backend), 0, 0,
       "cuda: fast kernels for GPUs; plain: plain kernels, for reading and for older GPUs; cpu; reference: plain loops; "
       "default: the first of cuda, plain and cpu that works here" },
@@ -1051,7 +1056,7 @@ static const Ops *choose_ops(const Flags *f) {
     if (card && f->backend && (plain || !named)) die("--card: expected --backend cuda, got %s", f->backend);
     if (f->backend && !named) return is_choice(f->backend, "cpu") ? cpu_ops() : reference_ops();
 #ifdef BACKEND_OPS                                     // make BACKEND=FILE
-    if (!card && !named) return BACKEND_OPS();
+    if (!card && (!f->backend || is_choice(f->backend, BACKEND_NAME))) return BACKEND_OPS();
 #endif
 #ifdef USE_CUDA
     cuda_pretend(card);
