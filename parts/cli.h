@@ -1054,10 +1054,10 @@ static const Ops *choose_ops(const Flags *f) {
     const Ops *ops = NULL;
     const char *advice = "this build has no CUDA; build with make cuda", *missing = advice;
     if (card && f->backend && (plain || !named)) die("--card: expected --backend cuda, got %s", f->backend);
-    if (f->backend && !named) return is_choice(f->backend, "cpu") ? cpu_ops() : reference_ops();
 #ifdef BACKEND_OPS                                     // make BACKEND=FILE
     if (!card && (!f->backend || is_choice(f->backend, BACKEND_NAME))) return BACKEND_OPS();
 #endif
+    if (f->backend && !named) return is_choice(f->backend, "cpu") ? cpu_ops() : reference_ops();
 #ifdef USE_CUDA
     cuda_pretend(card);
     ops = plain ? plain_ops() : cuda_ops();

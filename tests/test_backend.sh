@@ -45,6 +45,16 @@ $limit ./test_ops -toy gather_rows embed close >out 2>err
 status=$?
 ok "test_ops -toy: passes" [ "$status" -eq 0 ]
 ok "test_ops -toy: tests the operations named" grep -q '^# ops: [1-9][0-9]* passed, 0 failed' out
+# shellcheck disable=SC2086
+${CC:-cc} -std=c11 -O0 -w -I. -I"$(dirname "$engine")" -ffp-contract=off $defines -DBACKEND_FILE='"parts/toy.h"' gemma4.c $linked \
+    -o gemma4 -lm -pthread >out 2>err
+ok "the program compiles with the copy" [ $? -eq 0 ]
+chosen() { # chosen ARGUMENTS: the backend that the program takes
+    ./gemma4 "$@" --version 2>err | sed 's/.*(\(.*\))/\1/'
+}
+ok "it takes the copy" [ "$(chosen)" = toy ]
+ok "--backend toy: too" [ "$(chosen --backend toy)" = toy ]
+ok "--backend reference: another" [ "$(chosen --backend reference)" = reference ]
 # The tests look at the backend, not at the reference: an error in the copy is found.
 sed 's/out\[(size_t)r \* o->table->cols + i\] = v\[i\]/out[(size_t)r * o->table->cols + i] = 1.01f * v[i]/' parts/toy.h >wrong
 ok "the error is planted" [ "$(diff wrong parts/toy.h | grep -c '^<')" -eq 1 ]
