@@ -4282,7 +4282,7 @@ experts_kernel(const __grid_constant__ Experts o) {
 // sum_pairs: out[r] = sum over j, ascending, of weights[r][j] * products[r][j]
 //   shapes    products (n_rows, n_used, rows), weights (n_rows, n_used), out (n_rows, rows) with row stride `stride`
 //   launch    grid (n_rows, ceil(rows / 1024)), block 256 or less: a thread takes four features
-//   traffic   reads products once, from L2 as far as they fit
+//   traffic   reads products once, from L2 if they fit there
 __global__ void sum_pairs_kernel(const float *products, const float *weights, int n_used, int rows, float *out,
                                  int stride) {
     wait_for_previous_kernel();

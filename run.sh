@@ -190,7 +190,7 @@ case ${1:-} in
 *) model=$1; shift ;;
 esac
 [ $# -gt 0 ] || set -- -p "Tell me a story about a fox." --temp 0
-# The small model comes with a draft model. gemma4 uses it as far as that makes answers faster on this machine.
+# The small model comes with a draft model. gemma4 uses it where that makes answers faster on this machine.
 drafter=${model%-q8_0.gguf}-dflash-q8_0.gguf
 case " $* " in
 *" -md "* | *" --model-draft "* | *" --spec "*) ;;

@@ -203,7 +203,7 @@ typedef struct {
 void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, size_t n);
 // Adds the next id. Returns 0: continue; 1: a stop id, r->finish says which kind; -1: out of memory.
 int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id);
-// Ends a reply without a stop id: finish becomes TOK_LENGTH, an incomplete call is parsed as far as possible. No effect
+// Ends a reply without a stop id: finish becomes TOK_LENGTH, of an incomplete call, what has come is parsed. No effect
 // after a stop id.
 int tok_reply_end(Tokenizer *t, TokReply *r);
 // True while the model thinks: its next token belongs to a thought or to the thought's name, or closes the thought.

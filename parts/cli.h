@@ -145,7 +145,7 @@ static const Flag flags[] = {
     { "--spec", "--spec-type", "off|mtp|dflash|ngram|ngram-mod|grammar|auto", FLAG_CHOICE, ANSWERS, FIELD(spec), 0, 0,
       "speculation method: off; mtp, dflash: the draft model, always --draft-max tokens; ngram: what followed the "
       "last tokens earlier in the text; ngram-mod: a table of what followed 12 tokens in any text so far; grammar: "
-      "tokens that --grammar or --json-schema leave no choice in; auto: draft model, ngram and grammar, as far as "
+      "tokens that --grammar or --json-schema leave no choice in; auto: draft model, ngram and grammar, where "
       "they make answers faster; default: auto with -md, else off" },
     { "--draft-max", "--draft --draft-n --spec-draft-n-max",
       "N", FLAG_INT, DRAFTS | BENCH, FIELD(draft_max), 1, DRAFT_MAX,

@@ -867,7 +867,7 @@ static void force_acceptance(Model *m, const int32_t *forced) {
 }
 
 // Issues the rest of a step that has drafts, or that drafts follow: samples a token at every output row, accepts drafts
-// as far as they equal the sampled tokens, commits the accepted rows, and drafts `depth` tokens for n of the segments
+// while they equal the sampled tokens, commits the accepted rows, and drafts `depth` tokens for n of the segments
 // (segs: their numbers). The host does not wait between these; read_result() waits for the result. forced: for
 // measurements, the number of rows to accept of each segment; NULL: verify.
 static void issue_verification(Model *m, const int32_t *segs, int n, int depth, const int32_t *forced) {

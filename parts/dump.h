@@ -7,8 +7,8 @@
  * A folder gets three things more, which `gemma4 view DIR` (view.h) reads:
  *   model.json    the sizes of the model and of its layers, and the texts of all tokens
  *   rows.f32      (rows, 3) of each row its token, its position, and 1 if it is an output row, else 0
- *   lens-L.f32    (output rows, LENS, 3) the likeliest next tokens if the model ended after layer L ("logit lens"):
- *                 token, logit, probability; the likeliest first; of the tokens that the file allows */
+ *   lens-L.f32    (output rows, LENS, 3) the most likely next tokens if the model ended after layer L ("logit lens"):
+ *                 token, logit, probability; the most likely first; of the tokens that the file allows */
 #ifndef DUMP_H
 #define DUMP_H
 

@@ -445,8 +445,7 @@ static void end_answer(Session *s, EndReason end) {
     s->issued_ahead = false;
 }
 
-// Adds to an event the text that the reply has gained: thoughts unchanged, content as far as the stop strings let it
-// pass.
+// Adds to an event the text that the reply has gained: thoughts unchanged, content up to where a stop string may begin.
 static void pass_text(Session *s, Event *e) {
     const TokReply *r = &s->reply;
     const size_t n = r->content.n - s->content, room = s->n_text + n + 2 * s->stops.longest + 1;

@@ -432,7 +432,7 @@ static void page_formulas(const View *v) {
         printf("<li><b>Experts</b>: the router gives each of %d experts a logit. The %d experts with the largest "
                "logits are used; weight = softmax over their logits. The model then multiplies each weight by a "
                "number of the expert, if the file has one.</li>\n", v->n_experts, v->n_used);
-    printf("<li><b>Logit lens</b>: the likeliest next tokens if the model ended at this layer: the output norm and "
+    printf("<li><b>Logit lens</b>: the most likely next tokens if the model ended at this layer: the output norm and "
            "the output matrix applied to the stream after the layer, then softmax over the vocabulary. After the last "
            "layer this is the model's answer.</li></ul></details>\n");
 }

@@ -2,7 +2,7 @@
  *
  *   bits       alpha 1: logits and caches of a dense prompt, bit for bit. Below 1: the same in chunks of any multiple
  *              of SELECT_ROWS rows, and together with another prompt in the same step
- *   density    falls with alpha; a given density is kept as far as the blocks that are always selected allow it
+ *   density    falls with alpha; a given density is kept, unless the blocks that are always selected exceed it
  *   codes      both models find codes in a text
  *   compress   the compressed prompt has the required tokens, in order and in whole words, as many as the ratio says;
  *              the session is unchanged; in a chat earlier messages stay as they were compressed; of a scorer only the

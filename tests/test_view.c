@@ -1,6 +1,6 @@
 /* test_view.c - what `gemma4 view` computes from a dump (parts/view.h [1] and [2]) against what the model did:
  * attention weights (their sums, the mask, the window, and the output of attention computed from them), chosen experts,
- * and the likeliest next tokens after each layer. Both trained models, prompts longer than their window. */
+ * and the most likely next tokens after each layer. Both trained models, prompts longer than their window. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -108,7 +108,7 @@ static void check_experts(const Model *m, const View *v, const char *name) {
     free(router);
 }
 
-// After the last layer the likeliest token is the one that the model chose, with its logit.
+// After the last layer the most likely token is the one that the model chose, with its logit.
 static void check_lens(const Model *m, const View *v, const char *name) {
     for (int l = 0; l < v->n_layers; l++) {
         float *lens = read_values(v, "lens", l, v->n_out, LENS * 3, 0, v->n_out);

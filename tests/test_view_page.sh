@@ -44,7 +44,7 @@ page() { # page NAME LAYERS ARGUMENTS...: a dump of models/gemma4-NAME, its page
     ok "$name: has two maps for the heads of each layer" count "$tmp/$name.html" '<figcaption>head [0-9]' $((2 * layers))
     ok "$name: its output row has a line for each layer" count "$tmp/$name.html" '<tr><th>layer [0-9]*</th>' "$layers"
 }
-greedy() { # greedy NAME: the last layer's likeliest token is the one that the run printed
+greedy() { # greedy NAME: the last layer's most likely token is the one that the run printed
     grep '^<tr><th>layer' "$tmp/$1.html" | tail -n 1 | sed 's/.*<th>layer [0-9]*<\/th><td[^>]*><span class="t">\([^<]*\)<.*/\1/' |
         tr -d '\n' >"$tmp/token"
     [ -s "$tmp/token" ] && cmp -s "$tmp/token" "$tmp/$1.txt"

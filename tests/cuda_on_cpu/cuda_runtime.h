@@ -8,11 +8,11 @@
  * It looks for faults, and ends the process with one line that names the launch, the block and the thread:
  *   - a barrier or function of a warp that not all who are meant get to; different ones that meet
  *   - vector accesses that are not aligned, an index outside of an array (compile with -fsanitize=alignment,bounds)
- *   - accesses before or behind a cudaMalloc (what an allocation is divided into later is not known here), after cudaFree,
- *     and writes behind the dynamic shared memory
+ *   - accesses outside of what cudaMalloc returned (what an allocation is divided into later is not known here), after cudaFree,
+ *     and writes after the end of dynamic shared memory
  *   - launches that a GPU refuses: too many threads, an empty or too large grid, shared memory above what was asked for
  * Others it makes show as wrong numbers: threads and blocks run in an order that changes from launch to launch (equal in every
- * run), a warp as far as it gets before the next one; dynamic shared memory and new allocations hold NaNs; what cp.async
+ * run), a warp until it must wait, then the next one; dynamic shared memory and new allocations hold NaNs; what cp.async
  * brings is there when it was waited for and not before; work on a stream begins when the host waits for it, not before.
  *
  * Not emulated, so nothing here proves it: time; the memory model (within a block threads take turns, between blocks it is
