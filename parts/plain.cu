@@ -14,8 +14,9 @@
  *
  * LAUNCHES   blocks of 32, 128 or 256 threads; the comment of each kernel says what a block does. No sum depends on the
  *            number of rows or on the order of blocks, so rule 7 of gemma4.h holds
- * HIP        the aliases below let hipcc compile this file unchanged; it was not compiled with hipcc. Lanes exchange
- *            values only in shuffle_xor(), within 32 lanes, on GPUs with 64 lanes too */
+ * HIP        the aliases below let hipcc compile this file unchanged (5.2 does, for gfx90a and gfx1030: test_backend.sh);
+ *            it has not run on a GPU of AMD. Lanes exchange values only in shuffle_xor(), within 32 lanes, on GPUs with
+ *            64 lanes too */
 #ifdef __HIPCC__
 #include <hip/hip_fp16.h>
 #include <hip/hip_runtime.h>
@@ -1542,7 +1543,7 @@ static void plain_init(const Limits *lim) {
 static void *plain_reserve(size_t bytes) {
     void *p = NULL;
     if (cudaMalloc(&p, bytes ? bytes : 256) != cudaSuccess) {
-        cudaGetLastError();
+        (void)cudaGetLastError();
         return NULL;
     }
     plain_check("reserve", cudaMemsetAsync(p, 0, bytes, plain.stream));
@@ -1608,7 +1609,7 @@ const Ops *plain_ops(void) {
     int n_devices = 0;
     if (plain.stream) return &ops;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || !n_devices) {
-        cudaGetLastError();
+        (void)cudaGetLastError();
         return NULL;
     }
     start_device();

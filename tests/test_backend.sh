@@ -1,6 +1,7 @@
 #!/bin/sh
 # Another backend (docs/porting.md): tools/new_backend.sh copies the reference under a new name, with nothing left to
 # rename; the copy compiles as C and as C++, and passes tests of operations as `test_ops -NAME`. In a copy of the tree.
+# plain.cu is compiled by hipcc if that is installed.
 # Environment: BUILD (build: where make put engine.a), CC (cc), CXX (c++).
 cd "$(dirname "$0")/.." || exit 1
 . tests/harness.sh
@@ -64,4 +65,12 @@ ${CC:-cc} -std=c11 -O0 -w -I. -UNDEBUG -ffp-contract=off $defines \
     -DBACKEND_FILE='"parts/toy.h"' tests/test_ops.c $linked -o test_ops -lm -pthread >out 2>err
 $limit ./test_ops -toy embed >out 2>err
 ok "an error in the copy is found" grep -q '^# ops: .* [1-9][0-9]* failed' out
+# plain.cu, unchanged, for GPUs of AMD. hipcc prints notes of its own; what the compiler says names the file.
+if command -v hipcc >/dev/null 2>&1; then
+    hipcc -x hip --offload-arch=gfx1030 -std=c++17 -Wall -Werror -c parts/plain.cu -o plain.o 2>err
+    ok "hipcc compiles plain.cu" [ $? -eq 0 ]
+    grep 'parts/' err
+else
+    skip "no hipcc: plain.cu for GPUs of AMD"
+fi
 finish backend
