@@ -334,7 +334,7 @@ typedef struct {                     // norms of heads, RoPE, order and rotation
 // the batch, keys SELECT_KEYS at a time, by position; the heads of one KV head share a list.
 enum { SELECT_ROWS = 64, SELECT_KEYS = 128,
        SELECT_FIRST = 2, SELECT_NEAR = 4 };            // blocks that are always listed: the first two; the rows' own
-                                                       // block and those after it, and the four before it
+                                                       // block and those after it, and the three before it
 typedef struct {
     int      n_blocks;               // of the cache: its slots / SELECT_KEYS, rounded up
     int32_t *n;                      // (n_rows / SELECT_ROWS, n_kv_heads) blocks in a list; -1: all that rows can see
