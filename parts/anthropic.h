@@ -126,44 +126,69 @@ static bool messages_convert(Exchange *x, TokText *out) {
 
 static const char *messages_reason(const Job *job) {
     if (!strcmp(finish_text(job), "tool_calls")) return "tool_use";
-    if (!strcmp(finish_text(job), "length")) return "max_tokens";
-    return job->end == END_STOP_STRING ? "stop_sequence" : "end_turn";
+    if (job->end == END_CONTEXT) return "model_context_window_exceeded";
+    return is_cut(job) ? "max_tokens" : job->end == END_STOP_STRING ? "stop_sequence" : "end_turn";
 }
 
 static void put_reason(TokText *out, const Job *job) {
     put(out, "'stop_reason':%s,'stop_sequence':", messages_reason(job));
-    if (job->stop) put(out, "%s", job->stop);
-    else put(out, "null");
+    put_or_null(out, job->stop);
+    put(out, ",'stop_details':null,'container':null");
 }
 
 static void messages_head(TokText *out, const Exchange *x) {
     put(out, "'id':%s,'type':'message','role':'assistant','model':%s", x->id, x->srv->name);
 }
 
+// n_input: tokens of the prompt that were not cached.
+static void messages_usage(TokText *out, size_t n_input, int n_cached, int n_output) {
+    put(out, "'usage':{'input_tokens':%z,'cache_creation_input_tokens':0,'cache_read_input_tokens':%d,"
+        "'cache_creation':{'ephemeral_5m_input_tokens':0,'ephemeral_1h_input_tokens':0},'output_tokens':%d,"
+        "'server_tool_use':null,'service_tier':'standard'}", n_input, n_cached, n_output);
+}
+
+// The signature of a thought, which clients send back together with it. It is not checked.
+static void put_signature(TokText *out, TokStr thought) {
+    char text[32];
+    snprintf(text, sizeof text, "gemma4-%016" PRIx64, hash_bytes(thought.s, thought.n));
+    put(out, "%s", text);
+}
+
+static const char messages_ping[] = "event: ping\ndata: {'type':'ping'}\n\n";
+static const char thinking_block[] = "thinking", plain_block[] = "text", tool_block[] = "tool_use";
+
 static void messages_begin(Exchange *x) {
     open_event(x, "message_start");
     put(&x->out, ",'message':{");
     messages_head(&x->out, x);
-    put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,");
-    put(&x->out, "'usage':{'input_tokens':%z,'output_tokens':0}}}\n\n", x->job->ids.n);
+    put(&x->out, ",'content':[],'stop_reason':null,'stop_sequence':null,'stop_details':null,'container':null,");
+    messages_usage(&x->out, x->job->ids.n, 0, 0);      // how many are cached is not known yet; message_delta says it
+    put(&x->out, "}}\n\n");
+    put(&x->out, messages_ping);
 }
 
 static void close_block(Exchange *x) {
     if (!x->block) return;
+    if (x->block == thinking_block) {
+        open_event(x, "content_block_delta");
+        put(&x->out, ",'index':%d,'delta':{'type':'signature_delta','signature':", x->n_blocks);
+        put_signature(&x->out, piece_text(x->job, &x->job->pieces[x->n_blocks], 0));
+        put(&x->out, "}}\n\n");
+    }
     open_event(x, "content_block_stop");
     put(&x->out, ",'index':%d}\n\n", x->n_blocks++);
     x->block = NULL;
 }
 
 static void messages_delta(Exchange *x, const char *block, TokStr text) {
-    const bool is_text = !strcmp(block, "text");
+    const bool is_text = block == plain_block;
     if (!text.n) return;
     if (x->block != block) {
         close_block(x);
         x->block = block;
         open_event(x, "content_block_start");
         put(&x->out, ",'index':%d,'content_block':{'type':%s,%s:''", x->n_blocks, block, block);
-        put(&x->out, is_text ? "}}\n\n" : ",'signature':''}}\n\n");
+        put(&x->out, is_text ? ",'citations':null}}\n\n" : ",'signature':''}}\n\n");
     }
     open_event(x, "content_block_delta");
     put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta",
@@ -171,16 +196,14 @@ static void messages_delta(Exchange *x, const char *block, TokStr text) {
 }
 
 static void messages_text(Exchange *x, TokStr thought, TokStr content) {
-    static const char thinking[] = "thinking", text[] = "text";
-    messages_delta(x, thinking, thought);
-    messages_delta(x, text, content);
+    messages_delta(x, thinking_block, thought);
+    messages_delta(x, plain_block, content);
 }
 
 static void messages_call(Exchange *x, int i) {
-    static const char tool[] = "tool_use";
     const Call *call = &x->job->calls[i];
     close_block(x);
-    x->block = tool;
+    x->block = tool_block;
     open_event(x, "content_block_start");
     put(&x->out, ",'index':%d,'content_block':{'type':'tool_use','id':%s,'name':%t,'input':{}}}\n\n", x->n_blocks,
         call->id, text_of(&call->name));
@@ -190,9 +213,8 @@ static void messages_call(Exchange *x, int i) {
     close_block(x);
 }
 
-static void messages_usage(TokText *out, const Job *job) {
-    put(out, "'usage':{'input_tokens':%d,'cache_creation_input_tokens':0,'cache_read_input_tokens':%d,"
-        "'output_tokens':%d}", job->turn.n_prompt - job->cached, job->cached, job->turn.made);
+static void put_messages_usage(TokText *out, const Job *job) {
+    messages_usage(out, (size_t)(job->turn.n_prompt - job->cached), job->cached, job->turn.made);
 }
 
 static void messages_end(Exchange *x) {
@@ -201,10 +223,24 @@ static void messages_end(Exchange *x) {
     put(&x->out, ",'delta':{");
     put_reason(&x->out, x->job);
     put(&x->out, "},");
-    messages_usage(&x->out, x->job);
+    put_messages_usage(&x->out, x->job);
     put(&x->out, "}\n\n");
     open_event(x, "message_stop");
     put(&x->out, "}\n\n");
+}
+
+static void put_block(TokText *out, const Job *job, const AnswerPiece *p) {
+    if (p->kind == PIECE_CALL) {
+        const Call *call = &job->calls[p->from];
+        put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name),
+            text_of(&call->arguments));
+    } else if (p->kind == PIECE_THOUGHT) {
+        put(out, "{'type':'thinking','thinking':%t,'signature':", piece_text(job, p, 0));
+        put_signature(out, piece_text(job, p, 0));
+        put(out, "}");
+    } else {
+        put(out, "{'type':'text','text':%t,'citations':null}", piece_text(job, p, 0));
+    }
 }
 
 static void messages_whole(Exchange *x, TokText *out) {
@@ -212,34 +248,32 @@ static void messages_whole(Exchange *x, TokText *out) {
     put(out, "{");
     messages_head(out, x);
     put(out, ",'content':[");
-    const size_t start = out->n;
-    if (job->thought.n) put(out, "{'type':'thinking','thinking':%t,'signature':''}", text_of(&job->thought));
-    if (job->content.n) {
-        put(out, out->n > start ? "," : "");
-        put(out, "{'type':'text','text':%t}", text_of(&job->content));
-    }
-    for (int i = 0; i < job->n_calls; i++) {
-        const Call *call = &job->calls[i];
-        put(out, out->n > start ? "," : "");
-        put(out, "{'type':'tool_use','id':%s,'name':%t,'input':%r}", call->id, text_of(&call->name),
-            text_of(&call->arguments));
+    for (int i = 0; i < job->n_pieces; i++) {
+        if (i) put(out, ",");
+        put_block(out, job, &job->pieces[i]);
     }
     put(out, "],");
     put_reason(out, job);
     put(out, ",");
-    messages_usage(out, job);
+    put_messages_usage(out, job);
     put(out, "}");
 }
 
+static void messages_fail(Exchange *x) {
+    put(&x->out, "event: error\ndata: ");
+    put_fault(&x->out, x, &x->job->fault);
+    put(&x->out, "\n\n");
+}
+
 static const Api messages_api = { "msg_", messages_convert, chat_ask, messages_begin, messages_text, messages_call,
-                                  messages_end, messages_whole };
+                                  messages_end, messages_whole, messages_fail, messages_ping };
 
 static void route_messages(Exchange *x) { complete(x, &messages_api); }
 
 static void route_count(Exchange *x) {
     Request r;
     TokText out = { 0 };
-    x->job = new_job(x);
+    add_choice(x);
     if (!read_question(x, &messages_api, &r)) return;
     put(&out, "{'input_tokens':%z}", x->job->ids.n);
     respond(x, 200, "application/json", &out);

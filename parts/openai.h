@@ -13,14 +13,14 @@ enum { PLAIN_TOP = 5 };                                // logprobs of /v1/comple
 static void chunk(Exchange *x) {                       // begins an event of a stream; its delta follows
     put(&x->out, "data: {");
     put_head(&x->out, x, "chat.completion.chunk");
-    put(&x->out, ",'choices':[{'index':0,'delta':{");
+    put(&x->out, ",'choices':[{'index':%d,'delta':{", x->choice->index);
 }
 
 static void put_new_likely(Exchange *x) {              // of tokens that no event has reported yet, if requested
     if (x->job->n_top < 0) return;
     put(&x->out, ",'logprobs':");
-    put_likely(&x->out, x, x->n_likely);
-    x->n_likely = x->job->n_likely;
+    put_likely(&x->out, x, x->choice->n_likely);
+    x->choice->n_likely = x->job->n_likely;
 }
 
 static void chunk_end(Exchange *x, bool likely) {
@@ -29,9 +29,10 @@ static void chunk_end(Exchange *x, bool likely) {
     put(&x->out, ",'finish_reason':null}]}\n\n");
 }
 
-static void chat_begin(Exchange *x) {
+static void chat_begin(Exchange *x) {                  // an answer that has to be a call has no text, not an empty one
     chunk(x);
-    put(&x->out, "'role':'assistant','content':''");
+    put(&x->out, "'role':'assistant','content':");
+    put(&x->out, x->forced ? "null" : "''");
     chunk_end(x, false);
 }
 
@@ -59,14 +60,16 @@ static void done_marker(Exchange *x) { put(&x->out, "data: [DONE]\n\n"); }
 
 // The last events of both kinds of completion: usage has an event of its own, if it was requested.
 static void completion_end(Exchange *x, const char *object) {
-    put(&x->out, ",'finish_reason':%s}],", finish_text(x->job));
-    put_timings(&x->out, x->job);
+    put(&x->out, ",'finish_reason':%s}]", finish_text(x->job));
+    if (x->ended) put(&x->out, ",");
+    if (x->ended) put_timings(&x->out, x);
     put(&x->out, "}\n\n");
+    if (!x->ended) return;
     if (x->include_usage) {
         put(&x->out, "data: {");
         put_head(&x->out, x, object);
         put(&x->out, ",'choices':[],");
-        put_usage(&x->out, x->job);
+        put_usage(&x->out, x);
         put(&x->out, "}\n\n");
     }
     done_marker(x);
@@ -75,15 +78,13 @@ static void completion_end(Exchange *x, const char *object) {
 static void chat_end(Exchange *x) {
     chunk(x);
     put(&x->out, "}");
-    if (x->n_likely < x->job->n_likely) put_new_likely(x);           // those of a stop string and of calls
+    if (x->choice->n_likely < x->job->n_likely) put_new_likely(x);   // those of a stop string and of calls
     completion_end(x, "chat.completion.chunk");
 }
 
-static void chat_whole(Exchange *x, TokText *out) {
+static void chat_choice(Exchange *x, TokText *out) {
     const Job *job = x->job;
-    put(out, "{");
-    put_head(out, x, "chat.completion");
-    put(out, ",'choices':[{'index':0,'message':{'role':'assistant','content':");
+    put(out, "{'index':%d,'message':{'role':'assistant','refusal':null,'content':", x->choice->index);
     if (job->content.n || !job->n_calls) put(out, "%t", text_of(&job->content));
     else put(out, "null");
     if (job->thought.n) put(out, ",'reasoning_content':%t", text_of(&job->thought));
@@ -95,12 +96,27 @@ static void chat_whole(Exchange *x, TokText *out) {
     put(out, "},'logprobs':");
     if (job->n_top >= 0) put_likely(out, x, 0);
     else put(out, "null");
-    put(out, ",'finish_reason':%s}],", finish_text(job));
-    put_usage(out, job);
+    put(out, ",'finish_reason':%s}", finish_text(job));
+}
+
+// Appends a whole answer, with its choices in order.
+static void put_completion(Exchange *x, TokText *out, const char *object, void (*put_choice)(Exchange *, TokText *)) {
+    put(out, "{");
+    put_head(out, x, object);
+    put(out, ",'choices':[");
+    for (int i = 0; i < x->n_prompts * x->n_shown; i++) {
+        choose(x, i % x->n_shown * x->n_prompts + i / x->n_shown);
+        if (i) put(out, ",");
+        put_choice(x, out);
+    }
+    put(out, "],");
+    put_usage(out, x);
     put(out, ",");
-    put_timings(out, job);
+    put_timings(out, x);
     put(out, "}");
 }
+
+static void chat_whole(Exchange *x, TokText *out) { put_completion(x, out, "chat.completion", chat_choice); }
 
 static bool same_value(const GgufJson *a, const GgufJson *b, int depth) {
     GgufJson rest = *a, other = *b, key, x, y;
@@ -288,7 +304,8 @@ static bool chat_ask(Exchange *x, const Request *r) {
     return true;
 }
 
-static const Api chat_api = { "chatcmpl-", NULL, chat_ask, chat_begin, chat_text, chat_call, chat_end, chat_whole };
+static const Api chat_api = { "chatcmpl-", NULL, chat_ask, chat_begin, chat_text, chat_call, chat_end, chat_whole,
+                              NULL, NULL };
 
 // ==== [2] /v1/completions ============================================================================================
 
@@ -337,7 +354,8 @@ static void put_plain_top(TokText *out, const Tokenizer *t, const Likely *l) {
 // Appends the probabilities of the next tokens whose text was sent; leaves out those of a stop string.
 static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
     const Job *job = x->job;
-    const Likely *l = job->likely ? job->likely + x->n_likely : NULL;
+    Choice *c = x->choice;
+    const Likely *l = job->likely ? job->likely + c->n_likely : NULL;
     const size_t end = n_chars(text);
     TokText offsets = { 0 };
     int n = 0;
@@ -345,11 +363,11 @@ static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
         put(out, "null");
         return;
     }
-    for (; x->n_likely + n < job->n_likely; n++) {
+    for (; c->n_likely + n < job->n_likely; n++) {
         const size_t chars = n_chars(tok_piece(&x->t, l[n].id, false));        // 0: the rest of a character
-        if (x->chars >= end && chars) break;
-        put(&offsets, n ? ",%z" : "%z", x->chars);
-        x->chars += chars;
+        if (c->chars >= end && chars) break;
+        put(&offsets, n ? ",%z" : "%z", c->chars);
+        c->chars += chars;
     }
     put(out, "{'tokens':[");
     for (int i = 0; i < n; i++) {
@@ -364,7 +382,7 @@ static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
         put_plain_top(out, &x->t, &l[i]);
     }
     put(out, job->n_top ? "],'text_offset':[%r]}" : ",'text_offset':[%r]}", text_of(&offsets));
-    x->n_likely += n;
+    c->n_likely += n;
     tok_text_free(&offsets);
 }
 
@@ -373,8 +391,9 @@ static void plain_text(Exchange *x, TokStr thought, TokStr content) {
     if (!content.n) return;
     put(&x->out, "data: {");
     put_head(&x->out, x, "text_completion");
-    put(&x->out, ",'choices':[{'index':0,'text':%t,'logprobs':", content);
-    put_plain_likely(&x->out, x, (TokStr){ x->job->content.s, x->content + content.n });
+    put(&x->out, ",'choices':[{'index':%d,'text':%t,'logprobs':", x->choice->index, content);
+    const char *start = x->job->content.s;
+    put_plain_likely(&x->out, x, (TokStr){ start, (size_t)(content.s - start) + content.n });
     put(&x->out, ",'finish_reason':null}]}\n\n");
 }
 
@@ -383,24 +402,20 @@ static void plain_call(Exchange *x, int i) { (void)x, (void)i; }
 static void plain_end(Exchange *x) {
     put(&x->out, "data: {");
     put_head(&x->out, x, "text_completion");
-    put(&x->out, ",'choices':[{'index':0,'text':'','logprobs':");
-    if (x->n_likely == x->job->n_likely) put(&x->out, "null");
+    put(&x->out, ",'choices':[{'index':%d,'text':'','logprobs':", x->choice->index);
+    if (x->choice->n_likely == x->job->n_likely) put(&x->out, "null");
     else put_plain_likely(&x->out, x, text_of(&x->job->content));    // of tokens without text
     completion_end(x, "text_completion");
 }
 
-static void plain_whole(Exchange *x, TokText *out) {
-    const Job *job = x->job;
-    put(out, "{");
-    put_head(out, x, "text_completion");
-    put(out, ",'choices':[{'index':0,'text':%t,'logprobs':", text_of(&job->content));
-    put_plain_likely(out, x, text_of(&job->content));
-    put(out, ",'finish_reason':%s}],", finish_text(job));
-    put_usage(out, job);
-    put(out, ",");
-    put_timings(out, job);
-    put(out, "}");
+static void plain_choice(Exchange *x, TokText *out) {
+    const TokStr text = text_of(&x->job->content);
+    put(out, "{'index':%d,'text':%t,'logprobs':", x->choice->index, text);
+    put_plain_likely(out, x, text);
+    put(out, ",'finish_reason':%s}", finish_text(x->job));
 }
+
+static void plain_whole(Exchange *x, TokText *out) { put_completion(x, out, "text_completion", plain_choice); }
 
 // Reads ids given as a list of numbers.
 static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds *ids) {
@@ -415,30 +430,40 @@ static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds
     return true;
 }
 
-// Makes the prompt of a text, <bos> and a string, or of ids.
+// Makes the prompt of a text, <bos> and a string, or of ids. name: what errors call it.
+static bool read_one_prompt(Exchange *x, const char *name, const GgufJson *v, Job *job) {
+    if (v->type == GGUF_J_ARRAY) {
+        job->by_ids = true;
+        return read_ids(x, name, v, &job->ids) &&
+               (job->ids.n || refuse(&x->fault, 400, "prompt", "%s: expected at least one token", name));
+    }
+    if (v->type != GGUF_J_STRING)
+        return refuse(&x->fault, 400, "prompt", "%s: expected a string, a list of token ids, or a list of these", name);
+    size_t n;
+    char *text = copy_string(v, &n);
+    const bool ok = (x->t.bos < 0 || tok_push_id(&x->t, &job->ids, x->t.bos) == 0) &&
+                    tok_encode(&x->t, text, n, TOK_PLAIN, &job->ids) == 0;
+    free(text);
+    return ok || refuse(&x->fault, 400, "prompt", "%s: %s", name, x->t.err);
+}
+
+// Makes one prompt, or one of each element of a list.
 static bool plain_ask(Exchange *x, const Request *r) {
     Job *job = x->job;
-    GgufJson rest = r->prompt, first = r->prompt, more;
-    if (r->prompt.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &first) && first.type == GGUF_J_STRING) {
-        if (gguf_json_next(&rest, NULL, &more))
-            return refuse(&x->fault, 400, "prompt", "prompt: expected one prompt, got several");
-    } else {
-        first = r->prompt;
+    GgufJson rest = r->prompt, v;
+    char name[32];
+    bool ok = true;
+    const bool is_list = rest.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &v) && v.type != GGUF_J_NUMBER;
+    if (!is_list) ok = read_one_prompt(x, "prompt", &r->prompt, job);
+    rest = r->prompt;
+    for (int i = 0; is_list && ok && gguf_json_next(&rest, NULL, &v); i++) {
+        if (i == MAX_CHOICES)
+            return refuse(&x->fault, 400, "prompt", "prompt: expected at most %d prompts", MAX_CHOICES);
+        snprintf(name, sizeof name, "prompt[%d]", i);
+        ok = read_one_prompt(x, name, &v, i ? add_choice(x) : job);
     }
-    if (first.type == GGUF_J_ARRAY) {
-        job->by_ids = true;
-        if (!read_ids(x, "prompt", &first, &job->ids)) return false;
-        if (!job->ids.n) return refuse(&x->fault, 400, "prompt", "prompt: expected at least one token");
-    } else if (first.type == GGUF_J_STRING) {
-        size_t n;
-        char *text = copy_string(&first, &n);
-        const bool ok = (x->t.bos < 0 || tok_push_id(&x->t, &job->ids, x->t.bos) == 0) &&
-                        tok_encode(&x->t, text, n, TOK_PLAIN, &job->ids) == 0;
-        free(text);
-        if (!ok) return refuse(&x->fault, 400, "prompt", "prompt: %s", x->t.err);
-    } else {
-        return refuse(&x->fault, 400, "prompt", "prompt: expected a string or a list of token ids");
-    }
+    choose(x, 0);
+    if (!ok) return false;
     int64_t n_top = -1;
     if (is_given(&r->logprobs) &&
         (r->logprobs.type != GGUF_J_NUMBER || !gguf_json_int(&r->logprobs, 0, PLAIN_TOP, &n_top)))
@@ -447,7 +472,8 @@ static bool plain_ask(Exchange *x, const Request *r) {
     return true;
 }
 
-static const Api plain_api = { "cmpl-", NULL, plain_ask, plain_begin, plain_text, plain_call, plain_end, plain_whole };
+static const Api plain_api = { "cmpl-", NULL, plain_ask, plain_begin, plain_text, plain_call, plain_end, plain_whole,
+                               NULL, NULL };
 
 static void route_chat(Exchange *x) { complete(x, &chat_api); }
 static void route_completions(Exchange *x) { complete(x, &plain_api); }

@@ -101,7 +101,7 @@ typedef struct {
     GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities;
     GgufJson kwargs, reasoning_effort, logprobs, content, tokens, functions, grammar, json_schema, suffix, audio, user;
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
-    double   think_budget;             // NAN: not given
+    double   think_budget, n, best_of; // NAN: not given
     double   other;                    // of features that do not exist: only the value without effect is accepted
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
     bool     one_call;                 // parallel_tool_calls: false
@@ -131,7 +131,8 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "repeat_penalty", IS_REAL, AT(repeat), 0.001, 1000 }, { "repetition_penalty", IS_REAL, AT(repeat), 0.001, 1000 },
     { "presence_penalty", IS_REAL, AT(presence), -1000, 1000 },
     { "frequency_penalty", IS_REAL, AT(frequency), -1000, 1000 }, { "seed", IS_INT, AT(seed), -9e15, 9e15 },
-    { "n", IS_INT, AT(other), 1, 1 }, { "best_of", IS_INT, AT(other), 1, 1 }, { "typical_p", IS_REAL, AT(other), 1, 1 },
+    { "n", IS_INT, AT(n), 1, INT_MAX }, { "best_of", IS_INT, AT(best_of), 1, INT_MAX },
+    { "typical_p", IS_REAL, AT(other), 1, 1 },
     { "mirostat", IS_INT, AT(other), 0, 0 }, { "dry_multiplier", IS_REAL, AT(other), 0, 0 },
     { "xtc_probability", IS_REAL, AT(other), 0, 0 }, { "dynatemp_range", IS_REAL, AT(other), 0, 0 },
     { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP },
@@ -149,6 +150,7 @@ typedef struct {              // why a request is refused
     int  status;              // 0: it is not refused
     char param[64];           // the field at fault, or empty
     const char *code;         // or NULL
+    size_t n_prompt;          // tokens of a prompt that is too long; 0: it is not
     char text[400];
 } Fault;
 
@@ -223,7 +225,8 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     size_t at;
     const char *err;
     *r = (Request){ .max_tokens = NAN, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = NAN,
-                    .presence = NAN, .frequency = NAN, .seed = NAN, .top_logprobs = NAN, .think_budget = NAN };
+                    .presence = NAN, .frequency = NAN, .seed = NAN, .top_logprobs = NAN, .think_budget = NAN,
+                    .n = NAN, .best_of = NAN };
     if (gguf_json_parse(body.s ? body.s : "", body.n, &root, &at, &err) < 0)
         return refuse(f, 400, "", "the request body is not JSON: byte %zu: expected %s", at, err);
     if (root.type != GGUF_J_OBJECT) return refuse(f, 400, "", "the request body: expected a JSON object");

@@ -83,6 +83,7 @@ static bool responses_convert(Exchange *x, TokText *out) {
     GgufJson root, v;
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
+    x->asked = root;
     for (size_t i = 0; i < sizeof absent / sizeof *absent; i++)
         if (member(&root, absent[i], &v))
             return refuse(&x->fault, 400, absent[i], "%s: this server stores no conversations; send the whole "
@@ -107,58 +108,107 @@ static bool responses_convert(Exchange *x, TokText *out) {
     return !x->fault.status;
 }
 
-static bool is_cut(const Job *job) { return !strcmp(finish_text(job), "length"); }
-
-// The parts of an answer are items: number 0 is the thought, if there is one, then the text, then the calls.
-static void item_id(const Exchange *x, const char *prefix, int i, char out[64]) {
-    snprintf(out, 64, "%s%s_%d", prefix, x->id + 5, i);
+// Each piece of an answer is an item: a thought, a text or a call. AnswerPiece i is item number i.
+static void item_id(const Exchange *x, int i, char out[64]) {
+    static const char *const prefixes[] = { "rs_", "msg_", "fc_" };    // of PieceKind
+    snprintf(out, 64, "%s%s_%d", prefixes[x->job->pieces[i].kind], x->id + 5, i);
 }
 
-static void put_thought_item(TokText *out, const Exchange *x, int i) {
-    char id[64];
-    item_id(x, "rs_", i, id);
-    put(out, "{'type':'reasoning','id':%s,'summary':[],'content':[{'type':'reasoning_text','text':%t}]}", id,
-        text_of(&x->job->thought));
+static void put_part(TokText *out, bool is_thought, TokStr text) {
+    if (is_thought) put(out, "{'type':'reasoning_text','text':%t}", text);
+    else put(out, "{'type':'output_text','text':%t,'annotations':[],'logprobs':[]}", text);
 }
 
-static void put_text_item(TokText *out, const Exchange *x, int i) {
-    char id[64];
-    item_id(x, "msg_", i, id);
-    put(out, "{'type':'message','id':%s,'status':'completed','role':'assistant','content':[", id);
-    put(out, "{'type':'output_text','text':%t,'annotations':[]}]}", text_of(&x->job->content));
+static void put_summary(TokText *out, TokStr text) { put(out, "{'type':'summary_text','text':%t}", text); }
+
+// True if the client asks for a summary of thoughts. There is no other summary than the thought itself.
+static bool wants_summary(const Exchange *x) {
+    GgufJson reasoning, v;
+    return member(&x->asked, "reasoning", &reasoning) &&
+           (member(&reasoning, "summary", &v) || member(&reasoning, "generate_summary", &v));
 }
 
-static void put_call_item(TokText *out, const Exchange *x, int i, const Call *call, bool whole) {
-    char id[64];
-    item_id(x, "fc_", i, id);
-    put(out, "{'type':'function_call','id':%s,'call_id':%s,'name':%t,'arguments':%t,'status':%s}", id, call->id,
-        text_of(&call->name), whole ? text_of(&call->arguments) : str(""), whole ? "completed" : "in_progress");
-}
-
-// Appends the response as an object; it has output when it is complete.
-static void put_response(TokText *out, const Exchange *x, bool done) {
+// Appends piece i as an item; done: complete, or as complete as it gets.
+static void put_output(TokText *out, const Exchange *x, int i, bool done) {
     const Job *job = x->job;
-    const Turn *t = &job->turn;
-    int n = 0;
-    put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s,'error':null", x->id,
-        x->created, x->srv->name, !done ? "in_progress" : is_cut(job) ? "incomplete" : "completed");
+    const AnswerPiece *p = &job->pieces[i];
+    const char *status = !done ? "in_progress" : job->cut && i == job->n_pieces - 1 ? "incomplete" : "completed";
+    char id[64];
+    item_id(x, i, id);
+    if (p->kind == PIECE_CALL) {
+        const Call *call = &job->calls[p->from];
+        put(out, "{'type':'function_call','id':%s,'call_id':%s,'name':%t,'arguments':%t,'status':%s}", id, call->id,
+            text_of(&call->name), done ? text_of(&call->arguments) : str(""), status);
+        return;
+    }
+    const TokStr text = piece_text(job, p, 0);
+    if (p->kind == PIECE_THOUGHT) {
+        put(out, "{'type':'reasoning','id':%s,'status':%s,'summary':[", id, status);
+        if (done && wants_summary(x)) put_summary(out, text);
+        put(out, "],'encrypted_content':null,'content':[");
+    } else {
+        put(out, "{'type':'message','id':%s,'status':%s,'role':'assistant','content':[", id, status);
+    }
+    if (done) put_part(out, p->kind == PIECE_THOUGHT, text);
+    put(out, "]}");
+}
+
+// Appends a member of the request, as it was given or as it is if it is not given.
+static void put_asked(TokText *out, const GgufJson *asked, const char *name, const char *otherwise) {
+    GgufJson v;
+    put(out, ",%s:", name);
+    if (member(asked, name, &v)) put(out, "%r", raw(&v));
+    else put(out, otherwise);
+}
+
+// Appends what the response says of its request.
+static void put_request(TokText *out, const Exchange *x) {
+    static const struct { const char *name, *otherwise; } members[] = {
+        { "instructions", "null" }, { "max_output_tokens", "null" }, { "max_tool_calls", "null" }, { "metadata", "{}" },
+        { "prompt_cache_key", "null" }, { "safety_identifier", "null" }, { "text", "{'format':{'type':'text'}}" },
+        { "tool_choice", "'auto'" }, { "tools", "[]" }, { "truncation", "'disabled'" }, { "user", "null" }
+    };
+    const SampleParams *p = &x->job->options.sampling;
+    GgufJson reasoning = { .type = GGUF_J_NULL };
+    member(&x->asked, "reasoning", &reasoning);
+    for (size_t i = 0; i < sizeof members / sizeof *members; i++)
+        put_asked(out, &x->asked, members[i].name, members[i].otherwise);
+    put(out, ",'reasoning':{'effort':");
+    GgufJson v;
+    if (member(&reasoning, "effort", &v)) put(out, "%r", raw(&v));
+    else put(out, "null");
+    put_asked(out, &reasoning, "summary", "null");
+    put(out, "},'temperature':%f,'top_p':%f,'top_logprobs':0,'parallel_tool_calls':%b,'previous_response_id':null,"
+        "'conversation':null,'prompt':null,'background':false,'service_tier':'default','store':false",
+        (double)p->temperature, (double)p->top_p, !x->one_call);
+}
+
+// Appends the response as an object; it has output and usage when it is complete.
+static void put_response(TokText *out, const Exchange *x, const char *status) {
+    const Job *job = x->job;
+    const bool done = strcmp(status, "in_progress"), failed = job->fault.status;
+    put(out, "{'id':%s,'object':'response','created_at':%z,'model':%s,'status':%s", x->id, x->created, x->srv->name,
+        status);
+    if (!strcmp(status, "completed")) put(out, ",'completed_at':%z", (size_t)time(NULL));
+    else put(out, ",'completed_at':null");
+    if (failed) put(out, ",'error':{'code':%s,'message':%s}", job->fault.code ? job->fault.code : "server_error",
+                    job->fault.text);
+    else put(out, ",'error':null");
     put(out, ",'incomplete_details':");
-    put(out, done && is_cut(job) ? "{'reason':'max_output_tokens'}" : "null");
-    put(out, ",'parallel_tool_calls':%b,'store':false,'tools':[],'output':[", !x->one_call);
-    if (done && job->thought.n) put_thought_item(out, x, n++);
-    if (done && (job->content.n || !job->n_calls)) {
-        put(out, n ? "," : "");
-        put_text_item(out, x, n++);
+    put(out, !strcmp(status, "incomplete") ? "{'reason':'max_output_tokens'}" : "null");
+    put_request(out, x);
+    put(out, ",'output':[");
+    for (int i = 0; done && i < job->n_pieces; i++) {
+        if (i) put(out, ",");
+        put_output(out, x, i, true);
     }
-    for (int i = 0; done && i < job->n_calls; i++) {
-        put(out, n ? "," : "");
-        put_call_item(out, x, n++, &job->calls[i], true);
-    }
-    put(out, "]");
+    put(out, "],'usage':");
+    const Usage u = usage_of(x);
     if (done)
-        put(out, ",'usage':{'input_tokens':%d,'input_tokens_details':{'cached_tokens':%d},'output_tokens':%d,"
-            "'output_tokens_details':{'reasoning_tokens':%d},'total_tokens':%d}", t->n_prompt, job->cached, t->made,
-            job->thought_tokens, t->n_prompt + t->made);
+        put(out, "{'input_tokens':%d,'input_tokens_details':{'cached_tokens':%d},'output_tokens':%d,"
+            "'output_tokens_details':{'reasoning_tokens':%d},'total_tokens':%d}", u.prompt, u.cached, u.made, u.thought,
+            u.prompt + u.made);
+    else put(out, "null");
     put(out, "}");
 }
 
@@ -167,65 +217,87 @@ static void event(Exchange *x, const char *type) {     // like open_event(), wit
     put(&x->out, ",'sequence_number':%d", x->n_events++);
 }
 
+// An event with the response as it is.
+static void response_event(Exchange *x, const char *type, const char *status) {
+    event(x, type);
+    put(&x->out, ",'response':");
+    put_response(&x->out, x, status);
+    put(&x->out, "}\n\n");
+}
+
 static void responses_begin(Exchange *x) {
-    event(x, "response.created");
-    put(&x->out, ",'response':");
-    put_response(&x->out, x, false);
-    put(&x->out, "}\n\n");
-    event(x, "response.in_progress");
-    put(&x->out, ",'response':");
-    put_response(&x->out, x, false);
-    put(&x->out, "}\n\n");
+    response_event(x, "response.created", "in_progress");
+    response_event(x, "response.in_progress", "in_progress");
 }
 
-static const char text_block[] = "output_text", thought_block[] = "reasoning_text";
+static const char text_block[] = "text", thought_block[] = "thought";
 
-static void put_part(Exchange *x, const char *id, TokStr text) {
-    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'part':", id, x->n_blocks);
-    put(&x->out, "{'type':'output_text','text':%t,'annotations':[]}}\n\n", text);
-}
-
-// Closes the open item. Its full text is all text of that kind so far.
-static void close_item(Exchange *x) {
-    const bool is_text = x->block == text_block;
+// An event about the open item; the caller appends its other members and "}\n\n".
+static void item_event(Exchange *x, const char *type, const char *part_index) {
     char id[64];
-    if (!x->block) return;
-    item_id(x, is_text ? "msg_" : "rs_", x->n_blocks, id);
-    event(x, is_text ? "response.output_text.done" : "response.reasoning_text.done");
-    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'text':%t}\n\n", id, x->n_blocks,
-        text_of(is_text ? &x->job->content : &x->job->thought));
-    if (is_text) {
-        event(x, "response.content_part.done");
-        put_part(x, id, text_of(&x->job->content));
-    }
-    event(x, "response.output_item.done");
+    item_id(x, x->n_blocks, id);
+    event(x, type);
+    put(&x->out, ",'item_id':%s,'output_index':%d", id, x->n_blocks);
+    if (part_index) put(&x->out, ",%s:0", part_index);
+}
+
+static void output_event(Exchange *x, const char *type, bool done) {
+    event(x, type);
     put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
-    if (is_text) put_text_item(&x->out, x, x->n_blocks);
-    else put_thought_item(&x->out, x, x->n_blocks);
+    put_output(&x->out, x, x->n_blocks, done);
     put(&x->out, "}\n\n");
+}
+
+// An item has one part, a text, a thought or the summary of one, whose events have these names.
+typedef struct { const char *index, *added, *delta, *text_done, *part_done; } PartEvents;
+
+static const PartEvents *part_events(const Exchange *x) {
+    static const PartEvents text = { "content_index", "response.content_part.added", "response.output_text.delta",
+                                     "response.output_text.done", "response.content_part.done" };
+    static const PartEvents thought = { "content_index", "response.content_part.added",
+                                        "response.reasoning_text.delta", "response.reasoning_text.done",
+                                        "response.content_part.done" };
+    static const PartEvents summary = { "summary_index", "response.reasoning_summary_part.added",
+                                        "response.reasoning_summary_text.delta",
+                                        "response.reasoning_summary_text.done",
+                                        "response.reasoning_summary_part.done" };
+    if (x->job->pieces[x->n_blocks].kind == PIECE_TEXT) return &text;
+    return wants_summary(x) ? &summary : &thought;
+}
+
+static void part_event(Exchange *x, const char *type, TokStr text) {
+    const bool is_thought = x->job->pieces[x->n_blocks].kind == PIECE_THOUGHT;
+    item_event(x, type, part_events(x)->index);
+    put(&x->out, ",'part':");
+    if (is_thought && wants_summary(x)) put_summary(&x->out, text);
+    else put_part(&x->out, is_thought, text);
+    put(&x->out, "}\n\n");
+}
+
+static void close_item(Exchange *x) {                  // the open item, a text or a thought
+    if (!x->block) return;
+    const PartEvents *names = part_events(x);
+    const AnswerPiece *p = &x->job->pieces[x->n_blocks];
+    const TokStr text = piece_text(x->job, p, 0);
+    item_event(x, names->text_done, names->index);
+    put(&x->out, p->kind == PIECE_TEXT ? ",'logprobs':[],'text':%t}\n\n" : ",'text':%t}\n\n", text);
+    part_event(x, names->part_done, text);
+    output_event(x, "response.output_item.done", true);
     x->block = NULL;
     x->n_blocks++;
 }
 
 static void responses_delta(Exchange *x, const char *block, TokStr text) {
-    const bool is_text = block == text_block;
-    char id[64];
     if (!text.n) return;
     if (x->block != block) close_item(x);
-    item_id(x, is_text ? "msg_" : "rs_", x->n_blocks, id);
+    const PartEvents *names = part_events(x);
     if (!x->block) {
-        event(x, "response.output_item.added");
-        put(&x->out, ",'output_index':%d,'item':{'id':%s,", x->n_blocks, id);
-        put(&x->out, is_text ? "'type':'message','status':'in_progress','role':'assistant','content':[]}}\n\n"
-                             : "'type':'reasoning','summary':[],'content':[]}}\n\n");
-    }
-    if (!x->block && is_text) {
-        event(x, "response.content_part.added");
-        put_part(x, id, str(""));
+        output_event(x, "response.output_item.added", false);
+        part_event(x, names->added, str(""));
     }
     x->block = block;
-    event(x, is_text ? "response.output_text.delta" : "response.reasoning_text.delta");
-    put(&x->out, ",'item_id':%s,'output_index':%d,'content_index':0,'delta':%t}\n\n", id, x->n_blocks, text);
+    item_event(x, names->delta, names->index);
+    put(&x->out, block == text_block ? ",'logprobs':[],'delta':%t}\n\n" : ",'delta':%t}\n\n", text);
 }
 
 static void responses_text(Exchange *x, TokStr thought, TokStr content) {
@@ -235,36 +307,42 @@ static void responses_text(Exchange *x, TokStr thought, TokStr content) {
 
 static void responses_call(Exchange *x, int i) {
     const Call *call = &x->job->calls[i];
-    char id[64];
     close_item(x);
-    item_id(x, "fc_", x->n_blocks, id);
-    event(x, "response.output_item.added");
-    put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
-    put_call_item(&x->out, x, x->n_blocks, call, false);
-    put(&x->out, "}\n\n");
-    event(x, "response.function_call_arguments.delta");
-    put(&x->out, ",'item_id':%s,'output_index':%d,'delta':%t}\n\n", id, x->n_blocks, text_of(&call->arguments));
-    event(x, "response.function_call_arguments.done");
-    put(&x->out, ",'item_id':%s,'output_index':%d,'name':%t,'arguments':%t}\n\n", id, x->n_blocks, text_of(&call->name),
-        text_of(&call->arguments));
-    event(x, "response.output_item.done");
-    put(&x->out, ",'output_index':%d,'item':", x->n_blocks);
-    put_call_item(&x->out, x, x->n_blocks++, call, true);
-    put(&x->out, "}\n\n");
+    output_event(x, "response.output_item.added", false);
+    item_event(x, "response.function_call_arguments.delta", NULL);
+    put(&x->out, ",'delta':%t}\n\n", text_of(&call->arguments));
+    item_event(x, "response.function_call_arguments.done", NULL);
+    put(&x->out, ",'name':%t,'arguments':%t}\n\n", text_of(&call->name), text_of(&call->arguments));
+    output_event(x, "response.output_item.done", true);
+    x->n_blocks++;
 }
 
 static void responses_end(Exchange *x) {
     close_item(x);
-    event(x, is_cut(x->job) ? "response.incomplete" : "response.completed");
-    put(&x->out, ",'response':");
-    put_response(&x->out, x, true);
-    put(&x->out, "}\n\n");
+    if (is_cut(x->job)) response_event(x, "response.incomplete", "incomplete");
+    else response_event(x, "response.completed", "completed");
 }
 
-static void responses_whole(Exchange *x, TokText *out) { put_response(out, x, true); }
+// The API has two events for an error in a stream; its clients read one or the other.
+static void responses_fail(Exchange *x) {
+    const Fault *f = &x->job->fault;
+    const char *code = f->code ? f->code : "server_error", *param = *f->param ? f->param : NULL;
+    event(x, "error");
+    put(&x->out, ",'code':%s,'message':%s,'param':", code, f->text);
+    put_or_null(&x->out, param);
+    put(&x->out, ",'error':{'type':%s,'code':%s,'message':%s,'param':", f->status < 500 ? "invalid_request_error" :
+        "server_error", code, f->text);
+    put_or_null(&x->out, param);
+    put(&x->out, "}}\n\n");
+    response_event(x, "response.failed", "failed");
+}
+
+static void responses_whole(Exchange *x, TokText *out) {
+    put_response(out, x, is_cut(x->job) ? "incomplete" : "completed");
+}
 
 static const Api responses_api = { "resp_", responses_convert, chat_ask, responses_begin, responses_text,
-                                   responses_call, responses_end, responses_whole };
+                                   responses_call, responses_end, responses_whole, responses_fail, NULL };
 
 static void route_responses(Exchange *x) { complete(x, &responses_api); }
 

@@ -68,8 +68,16 @@ typedef struct { TokIds ids; char id[40]; } Replay;                  // a call a
 // A token of the answer, its probability, and the most probable tokens at its place.
 typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;
 
+typedef enum { PIECE_THOUGHT, PIECE_TEXT, PIECE_CALL } PieceKind;
+typedef struct {              // a part of an answer; all of them are in the order in which the model wrote them
+    PieceKind kind;
+    size_t    from, to;       // its bytes in Job.thought or Job.content; CALL: its number in Job.calls and the next one
+} AnswerPiece;
+
 typedef struct Job {
     struct Job   *next;       // in the queue
+    struct Job   *lead;       // the first job of the same request, which may be the job itself: its `news`, stop
+                              // strings and biases serve all of them, and only it counts in the queue
     // the question: not changed after it is queued, except the ids: see take_held()
     TokIds        ids;
     int           checkpoint_at;       // see Prompt
@@ -78,6 +86,7 @@ typedef struct Job {
     bool          no_cache;
     bool          by_ids;     // the client gave the prompt as token ids: they are run as they are
     int           n_top;      // most probable tokens to report with each token; -1: no probabilities
+    bool          ranked;     // logprob_sum is needed
     int           fd;         // of the client
     uint64_t      client;     // equal for jobs of the same client
     double        queued, deadline;        // seconds()
@@ -85,8 +94,13 @@ typedef struct Job {
     TokIds        said;
     TokText       content, thought;
     Call         *calls;
+    AnswerPiece        *pieces;
     Likely       *likely;     // (n_likely) tokens of the content
-    int           n_calls, n_likely, room_likely;
+    int           n_calls, n_pieces, n_likely, room_likely;
+    double        logprob_sum;         // of n_summed tokens
+    int           n_summed;
+    bool          thinks;     // its last token is part of a thought that goes on
+    bool          cut;        // the end of the answer has cut its last piece
     int           run, total, cached;      // tokens of the prompt
     bool          started, done;
     EndReason     end;
@@ -96,8 +110,8 @@ typedef struct Job {
     Fault         fault;      // status 0: there is an answer
     // owners
     bool          gone;       // its client has left
-    int           n_owners;   // the connection and the engine
-    pthread_cond_t news;      // something was added
+    int           n_owners;   // the connection, the engine, and the jobs that it leads
+    pthread_cond_t news;      // something was added to one of the jobs
 } Job;
 
 typedef struct {
@@ -167,18 +181,25 @@ static void new_id(Server *srv, const char *prefix, char out[40]) {
     snprintf(out, 40, "%.12s%016" PRIx64 "%08" PRIx32, prefix, hash_bytes(n, sizeof n), (uint32_t)n[1]);
 }
 
+static void drop_grammar(Job *job) {
+    if (job->options.grammar) grammar_free(job->options.grammar);
+    free(job->options.grammar);
+    job->options.grammar = NULL;
+}
+
 static void job_free(Job *job) {
     for (int i = 0; i < job->n_calls; i++) {
         tok_text_free(&job->calls[i].name);
         tok_text_free(&job->calls[i].arguments);
     }
-    for (int i = 0; i < job->options.stops.n; i++) free((char *)(uintptr_t)job->options.stops.text[i]);
-    free(job->options.stops.text);
+    const TextList *stops = &job->options.stops;
+    for (int i = 0; i < stops->n && job->lead == job; i++) free((char *)(uintptr_t)stops->text[i]);
+    if (job->lead == job) free(stops->text);
+    if (job->lead == job) free(job->bias);
     free(job->calls);
+    free(job->pieces);
     free(job->likely);
-    free(job->bias);
-    if (job->options.grammar) grammar_free(job->options.grammar);
-    free(job->options.grammar);
+    drop_grammar(job);
     tok_ids_free(&job->ids);
     tok_ids_free(&job->said);
     tok_text_free(&job->content);
@@ -188,10 +209,13 @@ static void job_free(Job *job) {
 }
 
 static void job_drop(Job *job) {                       // one owner less; the caller holds the lock
-    if (!--job->n_owners) job_free(job);
+    Job *lead = job->lead;
+    if (--job->n_owners) return;
+    job_free(job);
+    if (lead != job) job_drop(lead);
 }
 
-// Puts a job at the end of the queue. False: it is refused.
+// Puts the jobs of a request, a list that begins with their lead, at the end of the queue. False: they are refused.
 static bool submit(Server *srv, Job *job, Fault *f) {
     bool ok = true;
     pthread_mutex_lock(&srv->lock);
@@ -201,13 +225,15 @@ static bool submit(Server *srv, Job *job, Fault *f) {
         srv->totals.refused++;
         ok = refuse(f, 429, "", "the queue is full with %d requests; try again later", srv->n_queued);
     } else {
-        job->queued = seconds();
-        job->deadline = job->queued + srv->o.timeout;
-        job->n_owners = 2;
         *srv->last = job;
-        srv->last = &job->next;
         srv->n_queued++;
         srv->totals.jobs++;
+        for (const double now = seconds(); job; job = job->next) {
+            job->queued = now;
+            job->deadline = now + srv->o.timeout;
+            job->n_owners++;
+            srv->last = &job->next;
+        }
     }
     pthread_mutex_unlock(&srv->lock);
     if (ok) sem_post(&wake);
@@ -216,9 +242,10 @@ static bool submit(Server *srv, Job *job, Fault *f) {
 
 static void job_done(Server *srv, Job *job) {          // the engine has finished it; the caller holds the lock
     job->done = true;
-    srv->totals.cancelled += job->gone;
+    drop_grammar(job);
+    srv->totals.cancelled += job->gone && job->lead == job;
     if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client closed the connection");
-    pthread_cond_broadcast(&job->news);
+    pthread_cond_broadcast(&job->lead->news);
     job_drop(job);
 }
 
@@ -251,7 +278,7 @@ static void clean_queue(Server *srv, double now) {
         }
         if (!job->gone) refuse(&job->fault, 503, "", "no session became free within %d seconds", srv->o.timeout);
         *srv->last = job->next;
-        srv->n_queued--;
+        srv->n_queued -= job->lead == job;
         job_done(srv, job);
     }
 }
@@ -381,7 +408,7 @@ static void admit(Server *srv) {
         if (job) {
             *at = job->next;
             if (!job->next) srv->last = at;
-            srv->n_queued--;
+            srv->n_queued -= job->lead == job;
             job->next = NULL;
         }
         pthread_mutex_unlock(&srv->lock);
@@ -450,18 +477,20 @@ static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
 // Only tokens that the client sees have probabilities.
 static void add_likely(Server *srv, Slot *slot, const Event *e) {
     Job *job = slot->job;
-    if (job->n_top < 0 || e->kind != EVENT_TOKEN || e->n_ids != 1 || tok_reply_thinks(session_reply(slot->s)) ||
-        tok_is_stop(srv->t, e->ids[0])) return;
+    if ((job->n_top < 0 && !job->ranked) || e->kind != EVENT_TOKEN || e->n_ids != 1 ||
+        tok_reply_thinks(session_reply(slot->s)) || tok_is_stop(srv->t, e->ids[0])) return;
     Likely l;
     if (!session_logits(slot->s, srv->logits)) return;
     weigh(srv->logits, model_shape(srv->m).vocab, e->ids[0], job->n_top, &l);
     pthread_mutex_lock(&srv->lock);
-    if (job->n_likely == job->room_likely) {
+    job->logprob_sum += (double)l.logprob;
+    job->n_summed++;
+    if (job->n_top >= 0 && job->n_likely == job->room_likely) {
         job->room_likely = 2 * job->room_likely + 64;
         job->likely = realloc(job->likely, (size_t)job->room_likely * sizeof *job->likely);
         if (!job->likely) die("out of memory for %d probabilities", job->room_likely);
     }
-    job->likely[job->n_likely++] = l;
+    if (job->n_top >= 0) job->likely[job->n_likely++] = l;
     pthread_mutex_unlock(&srv->lock);
 }
 
@@ -476,6 +505,19 @@ static void remember(Server *srv, const Job *job, const char *id) {
         if (tok_push_id(srv->t, &replay->ids, job->said.ids[i]) < 0) die("out of memory for a call");
 }
 
+// Adds bytes from .. to - 1 of the thought or the content, or a call. Texts that follow each other are one piece.
+static void add_piece(Job *job, PieceKind kind, size_t from, size_t to) {
+    AnswerPiece *last = job->n_pieces ? &job->pieces[job->n_pieces - 1] : NULL;
+    if (from == to) return;
+    if (last && last->kind == kind && kind != PIECE_CALL) {
+        last->to = to;
+        return;
+    }
+    job->pieces = realloc(job->pieces, (size_t)(job->n_pieces + 1) * sizeof *job->pieces);
+    if (!job->pieces) die("out of memory for an answer");
+    job->pieces[job->n_pieces++] = (AnswerPiece){ kind, from, to };
+}
+
 static void add_calls(Server *srv, Job *job, const TokReply *r) {
     for (; job->n_calls < r->n_calls; job->n_calls++) {
         job->calls = realloc(job->calls, (size_t)(job->n_calls + 1) * sizeof *job->calls);
@@ -487,7 +529,15 @@ static void add_calls(Server *srv, Job *job, const TokReply *r) {
         append(&call->arguments, from->arguments.s, from->arguments.n);
         new_id(srv, "call_", call->id);
         remember(srv, job, call->id);
+        add_piece(job, PIECE_CALL, (size_t)job->n_calls, (size_t)job->n_calls + 1);
     }
+}
+
+// True if the end of the answer has cut its last piece. n_calls: of complete calls.
+static bool is_cut_short(const Job *job, EndReason end, int n_calls) {
+    const AnswerPiece *last = job->n_pieces ? &job->pieces[job->n_pieces - 1] : NULL;
+    if (!last || (end != END_LENGTH && end != END_CONTEXT && end != END_CANCELLED)) return false;
+    return last->kind == PIECE_CALL ? last->from >= (size_t)n_calls : last->kind == PIECE_TEXT || job->thinks;
 }
 
 static void end_job(Server *srv, Slot *slot, const Event *e) {       // the caller holds the lock
@@ -516,15 +566,24 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     Job *job = slot->job;
     add_likely(srv, slot, e);
     pthread_mutex_lock(&srv->lock);
+    const size_t content = job->content.n, thought = job->thought.n;
+    const int n_calls = job->n_calls;
     append(&job->content, e->content.s, e->content.n);
     append(&job->thought, e->thought.s, e->thought.n);
+    add_piece(job, PIECE_THOUGHT, thought, job->thought.n);
+    add_piece(job, PIECE_TEXT, content, job->content.n);
     for (int i = 0; i < e->n_ids && srv->t->call_open >= 0; i++)
         if (tok_push_id(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
     add_calls(srv, job, session_reply(slot->s));
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
-    if (e->kind == EVENT_END) end_job(srv, slot, e);
-    else pthread_cond_broadcast(&job->news);
+    if (e->kind == EVENT_TOKEN) job->thinks = tok_reply_thinks(session_reply(slot->s));
+    if (e->kind == EVENT_END) {
+        job->cut = is_cut_short(job, e->end, n_calls);
+        end_job(srv, slot, e);
+    } else {
+        pthread_cond_broadcast(&job->lead->news);
+    }
     pthread_mutex_unlock(&srv->lock);
 }
 

@@ -365,6 +365,7 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     srv->n_open++;
     set_quiet(connection, INFINITY);
     pthread_mutex_unlock(&srv->lock);
+    new_id(srv, "req_", x->request_id);
     find_route(x, method, url);
     if (check_caller(x)) check_route(x);               // others do not learn which paths exist
     const char *length = header(x, "Content-Length");
@@ -415,10 +416,11 @@ static TokText log_line(const Exchange *x, int status) {
     const Job *job = x->job;
     put(&line, "{'time':%z,'method':%s,'path':%s,'status':%d,'ms':%f", (size_t)time(NULL), x->method,
         x->route ? x->route->path : "other", status, 1e3 * (seconds() - x->started));
-    if (job && job->started && job->done)
+    if (job && job->started && job->done) {
+        const Usage u = usage_of(x);
         put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
-            job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds,
-            1e3 * job->turn.decode_seconds, end_text[job->end]);
+            u.prompt, u.cached, u.made, 1e3 * u.prompt_seconds, 1e3 * u.decode_seconds, end_text[job->end]);
+    }
     if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
     if (x->srv->o.log_text && job)
         put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
@@ -435,9 +437,9 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     pthread_mutex_lock(&srv->lock);
     srv->totals.http[status / 100]++;
     TokText line = log_line(x, status);
-    if (x->job) {
-        x->job->gone = true;
-        job_drop(x->job);
+    for (int i = 0; i < x->n_choices; i++) {
+        x->choices[i].job->gone = true;
+        job_drop(x->choices[i].job);
     }
     srv->n_open--;
     set_quiet(connection, seconds());
@@ -445,6 +447,8 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     sem_post(&wake);
     fwrite(line.s, 1, line.n, stderr);                 // a slow log delays this connection alone
     tok_text_free(&line);
+    free(x->choices);
+    tok_text_free(&x->original);
     tok_text_free(&x->body);
     tok_text_free(&x->out);
     free(x);

@@ -93,7 +93,11 @@ async function openai() {
   ok("openai: a long prompt", (await chat.create({ ...greedy, messages: long, max_tokens: 4 })).usage.prompt_tokens > 500);
   const e = await throws("openai: a prompt that is too long", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: tooLong }));
   ok("openai: the code of that", e?.code === "context_length_exceeded", e?.code);
-  await throws("openai: n 2", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: story, n: 2 }));
+  const two = await chat.create({ ...greedy, messages: story, n: 2, max_tokens: 8 });
+  ok("openai: n 2", two.choices.length === 2 && two.choices[1].index === 1 && two.choices[0].message.content === two.choices[1].message.content &&
+     two.usage.completion_tokens === 16 && two._request_id?.startsWith("req_"), two);
+  const both = await chat.stream({ ...greedy, messages: story, n: 2, max_tokens: 8 }).finalChatCompletion();
+  ok("openai: n 2, streamed", both.choices[1].message.content === two.choices[1].message.content, both);
   await throws("openai: an image", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: [{ role: "user",
     content: [{ type: "image_url", image_url: { url: "data:image/png;base64,AA==" } }] }] }));
   await throws("openai: no such endpoint", OpenAI.NotFoundError, 404, client.embeddings.create({ model: "any", input: "a" }));

@@ -210,6 +210,60 @@ else
     skip "tool calls: the small model made none"
 fi
 
+# ---- several answers: choices in order, each with the text that a request of its own would get -------------------------
+choice() { # choice I KEY FILE: the string with that key in choice I of a whole answer
+    sed 's/{"index":/\n&/g' "$tmp/$3" | grep "^{\"index\":$1," | grep -oE "\"$2\":\"([^\"\\\\]|\\\\.)*\"" | head -n 1 | sed "s/^\"$2\"://"
+}
+pieces() { # pieces I KEY FILE: the same of a stream, joined
+    grep "\"choices\":\[{\"index\":$1," "$tmp/$3" | grep -oE "\"$2\":\"([^\"\\\\]|\\\\.)*\"" | sed -E "s/^\"$2\":\"//; s/\"$//" | tr -d '\n'
+}
+for seed in 7 8 9; do
+    ask $chat "{$user,\"max_tokens\":12,\"seed\":$seed}"
+    choice 0 content out
+done >"$tmp/a"
+ask $chat "{$user,\"max_tokens\":12,\"seed\":7,\"n\":3}"
+for k in 0 1 2; do choice $k content out; done >"$tmp/b"
+ok "n 3: the answers to seeds 7, 8 and 9" same a b
+ok "n 3: the prompt counts once, answers all" has out '"usage":{"prompt_tokens":21,"completion_tokens":36,"total_tokens":57,'
+ask $chat "{$user,\"max_tokens\":12,\"seed\":7,\"n\":3,\"stream\":true,\"stream_options\":{\"include_usage\":true}}" -N
+for k in 0 1 2; do printf '"%s"\n' "$(pieces $k content out)"; done >"$tmp/b"
+ok "n 3, streamed: the same by index" same a b
+ok "n 3, streamed: an end for each" [ "$(grep -c '"finish_reason":"length"' "$tmp/out")" -eq 3 ]
+ok "n 3, streamed: one usage" [ "$(grep -c '"completion_tokens":36' "$tmp/out")" -eq 1 ]
+ok "n 3, streamed: one end of the stream, the last line" [ "$(grep '^data' "$tmp/out" | grep -n DONE)" = "$(grep -c '^data' "$tmp/out"):data: [DONE]" ]
+ask $chat "{$user,\"max_tokens\":20,\"temperature\":0,\"n\":2,\"logprobs\":true,\"json_schema\":{\"const\":\"one two three\"}}"
+ok "n 2 with a schema: both follow it" [ "$(choice 1 content out)" = '"\"one two three\""' ]
+ok "n 2 with temperature 0: equal ones" [ "$(choice 0 content out)" = "$(choice 1 content out)" ]
+ok "n 2: probabilities in each" [ "$(grep -o '"refusal":null},"finish' "$tmp/out" | wc -l)" -eq 2 ]
+for prompt in '[2,834]' '"Once upon"' '"The fox"'; do
+    ask /v1/completions "{\"prompt\":$prompt,\"temperature\":0,\"max_tokens\":6,\"logprobs\":1}"
+    sed 's/.*"text"://; s/,"finish_reason".*//' "$tmp/out"
+    echo
+done >"$tmp/a"
+list='"prompt":[[2,834],"Once upon","The fox"],"temperature":0,"max_tokens":6,"logprobs":1'
+ask /v1/completions "{$list}"
+sed 's/{"index":/\n&/g' "$tmp/out" | grep '^{"index"' | sed 's/.*"text"://; s/,"finish_reason".*//' >"$tmp/b"
+ok "/v1/completions: a list of prompts, with probabilities" same a b
+ask /v1/completions "{$list,\"stream\":true}" -N
+{ pieces 0 text out; echo; pieces 1 text out; echo; pieces 2 text out; echo; } >"$tmp/b"
+sed 's/^"//; s/",.*//' "$tmp/a" >"$tmp/c"
+ok "/v1/completions: a list of prompts, streamed" same c b
+ask /v1/completions '{"prompt":[[2,3,4]],"max_tokens":3}'
+ok "/v1/completions: a list of one list of ids" has out '"choices":[{"index":0,"text":"'
+ask /v1/completions '{"prompt":["a","b"],"n":2,"max_tokens":1,"temperature":0}'
+ok "/v1/completions: two answers to each of two prompts" grep -q '"index":0,.*"index":1,.*"index":2,.*"index":3,' "$tmp/out"
+ok "/v1/completions: prompts count once" has out '"prompt_tokens":4,"completion_tokens":4,'
+mean() { sed 's/.*"token_logprobs":\[//; s/\].*//' "$tmp/out" | tr ',' '\n' | awk '{ s += $1 } END { printf "%.4f\n", s / NR }'; }
+for seed in 3 4 5 6; do
+    ask /v1/completions "{\"prompt\":\"Tom\",\"temperature\":2,\"max_tokens\":5,\"logprobs\":0,\"seed\":$seed}"
+    mean
+done | sort -n | tail -n 1 >"$tmp/a"
+ask /v1/completions '{"prompt":"Tom","temperature":2,"max_tokens":5,"logprobs":0,"seed":3,"best_of":4}'
+mean >"$tmp/b"
+ok "/v1/completions: best_of is the most probable of them" same a b
+ok "/v1/completions: best_of pays for all of them" has out '"completion_tokens":20,'
+ok "nothing is left of any" until_metric requests_running 0
+
 # ---- a call in a prompt keeps the ids that the model wrote -------------------------------------
 ask /tokenize '{"content":"Paris"}'
 paris=$(sed 's/.*\[\([0-9]*\).*/\1/' "$tmp/out")
@@ -441,7 +495,10 @@ refused "invalid JSON" 400 "not JSON" $chat "hello"
 refused "not an object" 400 "object" $chat "[1]"
 refused "no messages" 400 "messages" $chat "{}"
 refused "empty messages" 400 "messages" $chat '{"messages":[]}'
-refused "n 2" 400 '"param":"n"' $chat "{$user,\"n\":2}"
+refused "n 129" 400 '"param":"n"' $chat "{$user,\"n\":129}"
+refused "n 0" 400 '"param":"n"' $chat "{$user,\"n\":0}"
+refused "best_of less than n" 400 '"param":"best_of"' /v1/completions '{"prompt":"a","n":3,"best_of":2}'
+refused "best_of in a stream" 400 '"param":"best_of"' /v1/completions '{"prompt":"a","best_of":2,"stream":true}'
 refused "an image" 400 "image" $chat '{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}'
 refused "audio" 400 "audio" $chat "{$user,\"modalities\":[\"text\",\"audio\"],\"audio\":{}}"
 refused "a wrong type" 400 "temperature" $chat "{$user,\"temperature\":\"hot\"}"
@@ -464,12 +521,32 @@ refused "logprobs 1.5" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":1.
 refused "logprobs -1" 400 '"param":"logprobs"' /v1/completions '{"prompt":"a","logprobs":-1}'
 refused "logprobs 1 instead of true" 400 "true or false" $chat "{$user,\"logprobs\":1}"
 refused "ids out of range" 400 "prompt[1]" /v1/completions '{"prompt":[2,4096]}'
-refused "two prompts" 400 "several" /v1/completions '{"prompt":["a","b"]}'
+refused "ids out of range in the second of two prompts" 400 "prompt[1][0]" /v1/completions '{"prompt":[[2],[4096]]}'
+refused "a prompt without ids" 400 "at least one token" /v1/completions '{"prompt":[[2],[]]}'
+refused "a prompt that is an object" 400 "a list of token ids" /v1/completions '{"prompt":["a",{}]}'
+refused "129 prompts" 400 "at most 128" /v1/completions "{\"prompt\":[$(seq -s, 129 | sed 's/[0-9]*/[2]/g')]}"
+refused "65 prompts with two answers each" 400 "at most 128" /v1/completions "{\"n\":2,\"prompt\":[$(seq -s, 65 | sed 's/[0-9]*/[2]/g')]}"
 refused "no tokens" 400 "tokens" /detokenize "{}"
 yes "word" | head -n 9000 | tr '\n' ' ' | sed 's/.*/{"prompt":"&"}/' >"$tmp/long"
 ask /v1/completions "@$tmp/long"
+n=$(sed -n 's/.*"n_prompt_tokens":\([0-9]*\).*/\1/p' "$tmp/out")
 ok "a prompt that is too long: 400" is 400
-ok "with the code that clients know" has out '"code":"context_length_exceeded"'
+ok "it has more than 8192 tokens" [ "${n:-0}" -gt 8192 ]
+ok "with the code that clients know" has out '"param":"prompt","code":"context_length_exceeded","n_prompt_tokens":'"$n"',"n_ctx":8192}}'
+ok "with the text that clients know" has out "This model's maximum context length is 8192 tokens. However, your prompt resulted in $n tokens."
+sed 's/^{"prompt":\(.*\)}$/{"input":\1}/' "$tmp/long" >"$tmp/body"
+ask /v1/responses "@$tmp/body"
+ok "/v1/responses: too long: text, parameter and code" grep -q "maximum context length is 8192 tokens.*\"param\":\"input\",\"code\":\"context_length_exceeded\"" "$tmp/out"
+sed 's/^{"prompt":\(.*\)}$/{"max_tokens":1,"messages":[{"role":"user","content":\1}]}/' "$tmp/long" >"$tmp/body"
+ask $chat "@$tmp/body"
+ok "chat: too long: text, parameter and code" grep -q "maximum context length is 8192 tokens. However, your messages resulted in [0-9]* tokens.*\"param\":\"messages\",\"code\":\"context_length_exceeded\"" "$tmp/out"
+ask /v1/messages "@$tmp/body" -D "$tmp/headers"
+n=$(sed -n 's/.*prompt is too long: \([0-9]*\) tokens > 8192 maximum.*/\1/p' "$tmp/out")
+ok "/v1/messages: too long, in Anthropic's words" has out "{\"type\":\"error\",\"error\":{\"type\":\"invalid_request_error\",\"message\":\"prompt is too long: $n tokens > 8192 maximum\"},\"request_id\":\"req_"
+id=$(sed -n 's/.*"request_id":"\([^"]*\)".*/\1/p' "$tmp/out")
+ok "/v1/messages: the id of the request is in the headers too" [ "$(grep -ciE "^(x-)?request-id: $id" "$tmp/headers")" -eq 2 ]
+ask /v1/messages/count_tokens "@$tmp/body"
+ok "/v1/messages/count_tokens: counts what is too long" has out "{\"input_tokens\":$n}"
 head -c 1200000 /dev/zero | tr '\0' 'x' >"$tmp/large"
 ask /tokenize "@$tmp/large" -H "Expect:"
 ok "a body that is too large: 413" is 413
