@@ -421,6 +421,7 @@ static TokText log_line(const Exchange *x, int status) {
         put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
             u.prompt, u.cached, u.made, 1e3 * u.prompt_seconds, 1e3 * u.decode_seconds, end_text[job->end]);
     }
+    if (*x->warnings) put(&line, ",'warnings':%s", x->warnings);
     if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
     if (x->srv->o.log_text && job)
         put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
