@@ -64,6 +64,7 @@ struct Exchange {             // a request and its answer
     size_t      created;               // time() then
     Tokenizer   t;                     // a copy for this thread: see tokenizer.h
     char        id[40], request_id[40];
+    const char *origin;                // Access-Control-Allow-Origin of the answer; NULL: none
     const Api  *api;
     Choice     *choices;               // (n_choices) choice i is answer i / n_prompts to prompt i % n_prompts. Of each
     int         n_choices, n_prompts, n_shown;         // prompt the first n_shown are in the answer
@@ -101,9 +102,21 @@ static void warn(Exchange *x, const char *fmt, ...) {
 
 static bool is_anthropic(const Exchange *x) { return header(x, "anthropic-version"); }
 
-static void add_request_id(const Exchange *x, struct MHD_Response *r) {        // by the names of both APIs
-    MHD_add_response_header(r, "request-id", x->request_id);
+// Ollama's streams are lines of JSON, all others server-sent events.
+static bool is_ollama(const Exchange *x) { return x->route && !strncmp(x->route->path, "/api/", 5); }
+
+// Sends a response and frees it. A web page of x->origin may read all of its headers.
+static void send_response(Exchange *x, int status, struct MHD_Response *r) {
+    MHD_add_response_header(r, "Vary", "Origin");
+    MHD_add_response_header(r, "request-id", x->request_id);         // by the names of both APIs
     MHD_add_response_header(r, "x-request-id", x->request_id);
+    if (x->origin) MHD_add_response_header(r, "Access-Control-Allow-Origin", x->origin);
+    if (x->origin) MHD_add_response_header(r, "Access-Control-Expose-Headers", "*");
+    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
+    x->answered = true;
+    x->status = status;
+    MHD_queue_response(x->connection, (unsigned)status, r);
+    MHD_destroy_response(r);
 }
 
 static void respond(Exchange *x, int status, const char *type, TokText *body) {
@@ -111,16 +124,11 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
     if (!r) die("out of memory for a response");
     MHD_add_response_header(r, "Content-Type", type);
     MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
-    add_request_id(x, r);
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if (status == 405 && x->route) MHD_add_response_header(r, "Allow", x->route->method);
     if (status == 413) MHD_add_response_header(r, "Connection", "close");
-    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
-    x->answered = true;
-    x->status = status;
-    MHD_queue_response(x->connection, (unsigned)status, r);
-    MHD_destroy_response(r);
+    send_response(x, status, r);
     *body = (TokText){ 0 };
 }
 
@@ -149,6 +157,10 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
         if (types[i].status != f->status) continue;
         anthropic = types[i].anthropic, openai = types[i].openai;
         if (!code) code = types[i].code;
+    }
+    if (is_ollama(x)) {
+        put(out, "{'error':%s}", f->text);
+        return;
     }
     if (has_anthropic_errors(x)) {
         put(out, "{'type':'error','error':{'type':%s,'message':%s},'request_id':%s}", anthropic, f->text,
@@ -181,9 +193,9 @@ static void add_event_fault(Exchange *x) {
         x->api->fail(x);
         return;
     }
-    put(&x->out, "data: ");
+    if (!is_ollama(x)) put(&x->out, "data: ");
     put_fault(&x->out, x, &x->job->fault);
-    put(&x->out, "\n\n");
+    put(&x->out, is_ollama(x) ? "\n" : "\n\n");
 }
 
 static void respond_fault(Exchange *x) {
@@ -583,8 +595,11 @@ static void next_events(Exchange *x) {
         x->api->begin(x);
     }
     x->begun = true;
+    choose(x, 0);
     if (!x->out.n) {
-        if (!wait_for_news(x)) put(&x->out, x->api->idle ? x->api->idle : ": keep-alive\n\n");
+        const bool idle = !wait_for_news(x);           // then a comment, or text that is empty
+        if (idle && is_ollama(x)) x->api->text(x, str(""), str(""));
+        else if (idle) put(&x->out, x->api->idle ? x->api->idle : ": keep-alive\n\n");
         put_news(x);
     }
     pthread_mutex_unlock(&x->srv->lock);
@@ -612,15 +627,11 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max) {
 static void respond_stream(Exchange *x) {
     struct MHD_Response *r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 1 << 14, read_stream, x, NULL);
     if (!r) die("out of memory for a stream");
-    MHD_add_response_header(r, "Content-Type", "text/event-stream; charset=utf-8");
+    MHD_add_response_header(r, "Content-Type", is_ollama(x) ? "application/x-ndjson"
+                                                            : "text/event-stream; charset=utf-8");
     MHD_add_response_header(r, "Cache-Control", "no-store");
-    add_request_id(x, r);
     MHD_add_response_header(r, "X-Accel-Buffering", "no");
-    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
-    x->answered = true;
-    x->status = 200;
-    MHD_queue_response(x->connection, 200, r);
-    MHD_destroy_response(r);
+    send_response(x, 200, r);
 }
 
 // Reads the body into a request and the ids of its prompts. False: it is refused.
