@@ -10,7 +10,6 @@
 // gemma4 MODEL [flags] generates text; gemma4 VERB MODEL [flags] does something else. One table describes every flag:
 // its names, its value, the field that stores the value, and the text that --help prints.
 
-#define VERSION "0.1"
 #define PFLASH_ALPHA 0.1                // value of --pflash without a number: docs/quality.md
 #define PFLASH_ALPHA_TEXT "0.1"
 #define KV_TYPES "f16|f32|bf16|q8_0|q4_0|tq4|tq3"

@@ -15,6 +15,8 @@
 
 // ==== [1] A model ===================================================================================================
 
+#define VERSION "0.1"         // of this program
+
 enum { MAX_SESSIONS = 64,     // of a model, and so of a step
        MAX_CONTEXT = 1 << 24 };
 
@@ -67,6 +69,7 @@ typedef struct {              // bytes
 typedef struct {              // what the file says of the model
     int vocab, dim;           // tokens; width of the residual stream
     int window;               // tokens that a sliding layer attends to
+    int trained;              // tokens of the longest text that it was trained with
 } ModelShape;
 
 typedef struct { double bytes, params; const char *type; } ModelSize;       // type: that of most parameters
@@ -82,6 +85,7 @@ API const ModelOptions *model_options(const Model *m);               // as the p
 API ModelShape model_shape(const Model *m);
 API ModelSize model_size(const Model *m);                            // of the weights in its file
 API const char *model_path(const Model *m);
+API TokStr model_template(Model *m);                                 // Jinja source of the file's chat template, or none
 API const char *model_name(const Model *m);                          // for people; until the next call
 API size_t snapshot_bytes(Model *m);                                 // of a prefix snapshot; 0: a session needs none
 API bool chunk_is_free(const Model *m, int chunk);                   // true if the chunk size cannot change results

@@ -126,7 +126,8 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
     MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
-    if (status == 405 && x->route) MHD_add_response_header(r, "Allow", x->route->method);
+    if ((status == 405 || status == 204) && x->route)
+        MHD_add_response_header(r, "Allow", strcmp(x->route->method, "GET") ? "POST, OPTIONS" : "GET, HEAD, OPTIONS");
     if (status == 413) MHD_add_response_header(r, "Connection", "close");
     send_response(x, status, r);
     *body = (TokText){ 0 };

@@ -179,7 +179,13 @@ static int model_paused(const Model *m) { return m->paused_seq; }
 static size_t snapshot_bytes(Model *m) { return copy_rings(m, 0, NULL, COPY_OUT); }
 
 static ModelShape model_shape(const Model *m) {
-    return (ModelShape){ .vocab = m->config.vocab, .dim = m->config.dim, .window = m->config.n_swa };
+    return (ModelShape){ .vocab = m->config.vocab, .dim = m->config.dim, .window = m->config.n_swa,
+                         .trained = m->config.n_ctx_train };
+}
+
+static TokStr model_template(Model *m) {
+    GgufStr s;
+    return gguf_get_str(&m->gguf, "tokenizer.chat_template", &s) > 0 ? (TokStr){ s.s, s.n } : (TokStr){ "", 0 };
 }
 
 static ModelSize model_size(const Model *m) {

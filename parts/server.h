@@ -44,12 +44,16 @@ static void put_model(TokText *out, const Server *srv, bool anthropic) {
         struct tm utc;
         const time_t created = (time_t)srv->created;
         strftime(day, sizeof day, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&created, &utc));
-        put(out, "{'type':'model','id':%s,'display_name':%s,'created_at':%s}", srv->name, srv->name, day);
+        put(out, "{'type':'model','id':%s,'display_name':%s,'created_at':%s,'max_input_tokens':%d,'max_tokens':%d}",
+            srv->name, srv->name, day, context_size(srv), context_size(srv));
         return;
     }
     const ModelShape shape = model_shape(srv->m);
-    put(out, "{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':", srv->name, (size_t)srv->created);
-    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}", shape.vocab, context_size(srv), shape.dim);
+    const ModelSize size = model_size(srv->m);
+    put(out, "{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','max_model_len':%d,'meta':", srv->name,
+        (size_t)srv->created, context_size(srv));
+    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_ctx_train':%d,'n_embd':%d,'n_params':%z,'size':%z}}", shape.vocab,
+        context_size(srv), shape.trained, shape.dim, (size_t)size.params, (size_t)size.bytes);
 }
 
 // The list of models, which has one entry. A request that names a version of Anthropic's API gets that form.
@@ -75,17 +79,30 @@ static void route_model(Exchange *x) {
     respond_json(x, &out);
 }
 
+// Sizes and defaults. Clients of llama.cpp look for the context and the sampling in default_generation_settings.
 static void route_props(Exchange *x) {
     const Server *srv = x->srv;
     const SampleParams *p = &srv->o.sampling;
-    TokText out = { 0 };
-    put(&out, "{'model':%s,'n_ctx':%d,'total_slots':%d,'chat_template':%s,'modalities':{'vision':false,'audio':false},"
-        "'default_generation_settings':{'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,"
-        "'repeat_penalty':%f,'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b}}", srv->name,
-        context_size(srv), n_slots(srv), srv->t->large_variant ? "large" : "small", srv->o.n_predict,
-        (double)p->temperature, (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat,
-        (double)p->presence, (double)p->frequency, srv->o.think);
+    const Tokenizer *t = srv->t;
+    const TokStr none = { "", 0 };
+    TokText out = { 0 }, params = { 0 };
+    put(&params, "'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,'repeat_penalty':%f,"
+        "'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b", srv->o.n_predict, (double)p->temperature,
+        (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat, (double)p->presence,
+        (double)p->frequency, srv->o.think);
+    put(&out, "{'model':%s,'model_alias':%s,'model_path':%s,'build_info':%s,'n_ctx':%d,'total_slots':%d,", srv->name,
+        srv->name, model_path(srv->m), "gemma4 " VERSION, context_size(srv), n_slots(srv));
+    put(&out, "'modalities':{'vision':false,'audio':false},'bos_token':%t,'eos_token':%t,'template_variant':%s,"
+        "'chat_template':%t,", t->bos < 0 ? none : tok_piece(t, t->bos, true), t->eos < 0 ? none :
+        tok_piece(t, t->eos, true), t->large_variant ? "large" : "small", model_template(srv->m));
+    put(&out, "'default_generation_settings':{'n_ctx':%d,%r,'params':{%r}}}", context_size(srv), text_of(&params),
+        text_of(&params));
+    tok_text_free(&params);
     respond_json(x, &out);
+}
+
+static void route_embeddings(Exchange *x) {
+    refuse(&x->fault, 404, "", "%s: this server has no embeddings, because its model writes text", x->route->path);
 }
 
 static void route_slots(Exchange *x) {
@@ -258,6 +275,11 @@ static void route_page(Exchange *x) {
 
 // ==== [2] HTTP: checks, routes =======================================================================================
 
+static void route_options(Exchange *x) {               // the header Allow says which methods the path has
+    TokText none = { 0 };
+    respond(x, 204, "text/plain", &none);
+}
+
 static const Endpoint routes[] = {
     { "GET", "/", route_page, true }, { "GET", "/index.html", route_page, true },
     { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
@@ -267,7 +289,7 @@ static const Endpoint routes[] = {
     { "POST", "/detokenize", route_detokenize, false }, { "POST", "/apply-template", route_template, false },
     { "POST", "/v1/chat/completions", route_chat, false }, { "POST", "/v1/completions", route_completions, false },
     { "POST", "/v1/messages", route_messages, false }, { "POST", "/v1/messages/count_tokens", route_count, false },
-    { "POST", "/v1/responses", route_responses, false },
+    { "POST", "/v1/responses", route_responses, false }, { "POST", "/v1/embeddings", route_embeddings, false },
 };
 
 // True for names of this machine's loopback and for the name given to listen at, with or without a port.
@@ -305,21 +327,31 @@ static bool check_caller(Exchange *x) {
     return refuse(&x->fault, 401, "", "expected the API key: Authorization: Bearer KEY");
 }
 
+// The rest of a URL after a path, which may also be given without its /v1; NULL: it is another path.
+static const char *after_path(const char *url, const char *path) {
+    const size_t n = strlen(path);
+    if (!strncmp(url, path, n)) return url + n;
+    return !strncmp(path, "/v1/", 4) && !strncmp(url, path + 3, n - 3) ? url + n - 3 : NULL;
+}
+
 static void find_route(Exchange *x, const char *method, const char *url) {
     static const char *const known[] = { "GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS" };
     x->method = "other";
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) if (!strcmp(known[i], method)) x->method = known[i];
     for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
-        const char *path = routes[i].path;
+        const char *path = routes[i].path, *rest = after_path(url, path);
         const size_t n = strlen(path);
-        const bool takes_more = n > 1 && path[n - 1] == '/' && !strncmp(path, url, n) && url[n];
-        if (takes_more) snprintf(x->rest, sizeof x->rest, "%s", url + n);
-        if (takes_more || !strcmp(path, url)) x->route = &routes[i];
+        const bool takes_more = rest && *rest && n > 1 && path[n - 1] == '/';
+        if (takes_more) snprintf(x->rest, sizeof x->rest, "%s", rest);
+        if (takes_more || (rest && !*rest && (n == 1 || path[n - 1] != '/'))) x->route = &routes[i];
     }
 }
 
-static bool check_route(Exchange *x) {
-    if (!x->route) return refuse(&x->fault, 404, "", "unknown endpoint; docs/server.md lists them");
+static bool check_route(Exchange *x, const char *url) {
+    if (!x->route)
+        return refuse(&x->fault, 404, "", "%s %.100s: this server has no such endpoint; docs/server.md lists them all",
+                      x->method, url);
+    if (!strcmp(x->method, "OPTIONS")) return true;
     if (strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
         return refuse(&x->fault, 405, "", "%s: expected method %s", x->route->path, x->route->method);
     return true;
@@ -364,7 +396,7 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     pthread_mutex_unlock(&srv->lock);
     new_id(srv, "req_", x->request_id);
     find_route(x, method, url);
-    if (check_caller(x)) check_route(x);               // others do not learn which paths exist
+    if (check_caller(x)) check_route(x, url);          // others do not learn which paths exist
     const char *length = header(x, "Content-Length");
     if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
     return x;
@@ -402,7 +434,7 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
         refuse_large(x);
         return MHD_YES;
     }
-    if (!x->fault.status) x->route->answer(x);
+    if (!x->fault.status) (strcmp(x->method, "OPTIONS") ? x->route->answer : route_options)(x);
     if (!x->answered) respond_fault(x);
     return MHD_YES;
 }

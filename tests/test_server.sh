@@ -99,8 +99,23 @@ get /v1/models -H "anthropic-version: 2023-06-01"
 ok "in Anthropic's format if requested" has out '{"data":[{"type":"model","id":"gemma4-mini-q8_0","display_name":'
 get /v1/models/gemma5 -H "anthropic-version: 2023-06-01"
 ok "also its error" has out '{"type":"error","error":{"type":"not_found_error",'
+ok "with the trained length, and its size" grep -q '"meta":{"n_vocab":4096,"n_ctx":8192,"n_ctx_train":16384,"n_embd":256,"n_params":7205430,"size":7741656}' "$tmp/a"
 get /props
 ok "props report the sessions" has out '"total_slots":3'
+ok "props: the file and the program" grep -q "\"model_path\":\"$model\",\"build_info\":\"gemma4 [0-9]" "$tmp/out"
+ok "props: the chat template of the file" has out '"chat_template":"{{ bos_token }}{%- if enable_thinking -%}'
+ok "props: the context and the sampling where clients look" has out '"default_generation_settings":{"n_ctx":8192,"n_predict":-1,"temperature":1,'
+for path in /models /models/gemma4-mini-q8_0 /v1/models; do
+    get $path
+    ok "GET $path" is 200
+done
+get /v1/models/
+ok "no name of a model: 404 that names the path" has out 'GET /v1/models/: this server has no such endpoint'
+get /completions -I
+ok "HEAD of what is sent by POST: 405" is 405
+ask /models/x "{}" -X OPTIONS -D "$tmp/headers"
+ok "OPTIONS: 204" is 204
+ok "OPTIONS: what the path takes" grep -qi '^Allow: GET, HEAD, OPTIONS' "$tmp/headers"
 get /slots
 ok "slots are free" has out '{"id":2,"n_ctx":8192,"is_processing":false}'
 get /health -I
@@ -491,7 +506,16 @@ text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
 ok "after all of them the text is as before" same plain a
 
 # ---- errors: 4xx with a reason; the server keeps running ----------------------------------
-refused "an unknown path" 404 "endpoint" /v1/images "{}"
+refused "an unknown path" 404 "POST /v1/images: this server has no such endpoint; docs/server.md" /v1/images "{}"
+refused "embeddings" 404 "/v1/embeddings: this server has no embeddings" /embeddings '{"input":"a"}'
+ask /completions '{"prompt":"a","max_tokens":1}'
+ok "/completions: the same without /v1" has out '"object":"text_completion"'
+for path in /chat/completions /responses /messages; do
+    ask $path '{"max_tokens":1,"max_output_tokens":1,"input":"a","messages":[{"role":"user","content":"a"}]}'
+    ok "$path: the same without /v1" is 200
+done
+ask /messages/count_tokens "{$user}"
+ok "/messages/count_tokens too" has out '{"input_tokens":21}'
 get $chat
 ok "GET instead of POST: 405" is 405
 refused "invalid JSON" 400 "not JSON" $chat "hello"
