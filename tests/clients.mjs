@@ -100,6 +100,7 @@ async function openai() {
   ok("openai: n 2, streamed", both.choices[1].message.content === two.choices[1].message.content, both);
   await throws("openai: an image", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: [{ role: "user",
     content: [{ type: "image_url", image_url: { url: "data:image/png;base64,AA==" } }] }] }));
+  ok("openai: the text of that", /maximum context length is (\d+) tokens.* (\d+) tokens/.test(e?.message) && e?.requestID?.startsWith("req_"), e?.message);
   await throws("openai: no such endpoint", OpenAI.NotFoundError, 404, client.embeddings.create({ model: "any", input: "a" }));
   await throws("openai: a wrong key", OpenAI.AuthenticationError, 401,
     new OpenAI({ baseURL: `${url}/v1`, apiKey: "wrong", maxRetries: 0 }).chat.completions.create({ ...greedy, messages: story }));
@@ -131,6 +132,14 @@ async function openai() {
     last = event;
   }
   ok("openai: responses, streamed", delta === text && last.type === "response.incomplete" && last.response.output_text !== "", delta);
+  for (const summary of [null, "auto"]) {                              // the client checks the order of events and their places
+    const thinking = client.responses.stream({ ...greedy, input: weather, max_output_tokens: 40, reasoning: { effort: "high", summary } });
+    const types = new Set();
+    for await (const event of thinking) types.add(event.type);
+    const thought = (await thinking.finalResponse()).output[0];
+    ok(`openai: responses, thoughts, summary ${summary}`, thought?.type === "reasoning" && thought.content[0].text.length > 5 &&
+       thought.summary.length === (summary ? 1 : 0) && types.has("response.reasoning_text.delta") === !summary, [...types]);
+  }
   const tool = { type: "function", name: "get_weather", description: "Weather of a city", parameters: schema, strict: false };
   const asked = await client.responses.create({ ...greedy, input: weather, tools: [tool], max_output_tokens: 60 });
   const f = asked.output.find((x) => x.type === "function_call");
@@ -188,8 +197,13 @@ async function anthropic(text) {
   ok("anthropic: an answer that was begun", more.length > 0 && !more.startsWith("Once"), more);
   ok("anthropic: tokens counted", (await client.messages.countTokens({ model: "any", messages: long })).input_tokens > 500);
   ok("anthropic: a long prompt", (await client.messages.create({ ...greedy, messages: long, max_tokens: 4 })).usage.output_tokens === 4);
-  await throws("anthropic: a prompt that is too long", Anthropic.BadRequestError, 400,
+  const e = await throws("anthropic: a prompt that is too long", Anthropic.BadRequestError, 400,
     client.messages.create({ ...greedy, messages: tooLong, max_tokens: 4 }));
+  ok("anthropic: the text of that", /prompt is too long: \d+ tokens > \d+ maximum/.test(e?.message) && e?.requestID?.startsWith("req_"), e?.message);
+  const thinking = await client.messages.stream({ ...greedy, messages: weather, max_tokens: 1040, thinking: { type: "enabled", budget_tokens: 1024 } }).finalMessage();
+  ok("anthropic: a thought, streamed, is signed", thinking.content[0]?.type === "thinking" && thinking.content[0].signature.length > 5, thinking);
+  const thought = await client.messages.create({ ...greedy, max_tokens: 4, messages: [...weather, { role: "assistant", content: thinking.content }, ...story] });
+  ok("anthropic: and is taken back", thought.content.length > 0, thought);
   await throws("anthropic: a wrong type", Anthropic.BadRequestError, 400,
     client.messages.create({ ...greedy, messages: story, max_tokens: "many" }));
   await throws("anthropic: a wrong key", Anthropic.AuthenticationError, 401,

@@ -505,6 +505,85 @@ ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
 text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
 ok "after all of them the text is as before" same plain a
 
+# ---- the contract: shapes, states and words that clients rely on -------------------------------------------------------
+events() { # events FILE: the types of a stream's events; of equal ones in a row, one
+    sed -n 's/^event: //p' "$tmp/$1" | uniq | sed 's/^response\.//' | tr '\n' ' '
+}
+numbered() { # numbered FILE: the sequence numbers of a stream are 0, 1, 2, ..
+    grep -oE '"sequence_number":[0-9]+' "$tmp/$1" | awk -F: '$2 != NR - 1 { bad = 1 } END { exit bad || !NR }'
+}
+send='"tools":[{"type":"function","name":"send","parameters":{"type":"object","properties":{"text":{"type":"string","minLength":400}},"required":["text"]}}],"tool_choice":"required"'
+ask /v1/responses "{\"max_output_tokens\":8,\"input\":\"hi\",$send}"
+ok "/v1/responses: a call that is cut is incomplete" grep -q '"name":"send","arguments":"[^}]*}","status":"incomplete"}\],"usage"' "$tmp/out"
+ok "/v1/responses: and so is the response" has out '"status":"incomplete","completed_at":null,"error":null,"incomplete_details":{"reason":"max_output_tokens"},'
+ask /v1/responses "{\"max_output_tokens\":8,\"input\":\"hi\",$send,\"stream\":true}" -N
+ok "/v1/responses: a call that is cut, streamed: begins in progress" has out '"name":"send","arguments":"","status":"in_progress"}}'
+grep -A 1 '^event: response.output_item.done' "$tmp/out" >"$tmp/a"
+ok "/v1/responses: a call that is cut, streamed: ends incomplete" grep -q '"name":"send",.*"status":"incomplete"}}$' "$tmp/a"
+ok "/v1/responses: a call that is cut, streamed: in the response too" [ "$(grep -c '"name":"send","arguments":"[^}]*}","status":"incomplete"' "$tmp/out")" -eq 2 ]
+ask /v1/responses '{"max_output_tokens":3,"temperature":0,"input":"Tell me a story about a fox.","stream":true}' -N
+ok "/v1/responses: events of a text" [ "$(events out)" = "created in_progress output_item.added content_part.added output_text.delta output_text.done content_part.done output_item.done incomplete " ]
+ok "/v1/responses: they are numbered" numbered out
+ok "/v1/responses: a text that is cut" [ "$(grep -c '"type":"message","id":"msg_[^"]*","status":"incomplete"' "$tmp/out")" -eq 2 ]
+ask /v1/responses "{\"input\":\"hi\",\"text\":{\"format\":{\"type\":\"json_schema\",\"name\":\"x\",\"schema\":$one_city}}}"
+ok "/v1/responses: a text that is whole" has out '"type":"message","id":"msg_'
+ok "/v1/responses: has the status completed" [ "$(grep -oF '"status":"completed"' "$tmp/out" | wc -l)" -eq 2 ]
+paris='"input":"What is the weather in Paris?","temperature":0'
+ask /v1/responses "{$paris,\"max_output_tokens\":4,\"reasoning\":{\"effort\":\"high\"},\"stream\":true}" -N
+ok "/v1/responses: events of a thought" [ "$(events out)" = "created in_progress output_item.added content_part.added reasoning_text.delta reasoning_text.done content_part.done output_item.done incomplete " ]
+ok "/v1/responses: the part of a thought" has out '"content_index":0,"part":{"type":"reasoning_text","text":""}}'
+ok "/v1/responses: a thought that is cut" [ "$(grep -c '"type":"reasoning","id":"rs_[^"]*","status":"incomplete","summary":\[\]' "$tmp/out")" -eq 2 ]
+for kind in auto concise detailed; do
+    ask /v1/responses "{$paris,\"max_output_tokens\":40,\"reasoning\":{\"effort\":\"high\",\"summary\":\"$kind\"},\"stream\":true}" -N
+    ok "/v1/responses: events of a summary: $kind" [ "$(events out)" = "created in_progress output_item.added reasoning_summary_part.added reasoning_summary_text.delta reasoning_summary_text.done reasoning_summary_part.done output_item.done completed " ]
+done
+ok "/v1/responses: they are numbered too" numbered out
+text delta out >"$tmp/a"
+ask /v1/responses "{$paris,\"max_output_tokens\":40,\"reasoning\":{\"effort\":\"high\",\"summary\":\"auto\"}}"
+ok "/v1/responses: the item has the summary" has out "\"status\":\"completed\",\"summary\":[{\"type\":\"summary_text\",\"text\":\"$(cat "$tmp/a")\"}]"
+ok "/v1/responses: what was asked for" has out '"reasoning":{"effort":"high","summary":"auto"}'
+asked='"instructions":"Be kind.","metadata":{"a":"b"},"tools":[{"type":"function","name":"f","parameters":{"type":"object"},"strict":false}],"tool_choice":"none","top_p":0.5'
+ask /v1/responses "{\"input\":\"hi\",\"max_output_tokens\":1,\"temperature\":0.25,\"parallel_tool_calls\":false,\"user\":\"u\",$asked}"
+for part in '"instructions":"Be kind."' '"metadata":{"a":"b"}' '"tools":[{"type":"function","name":"f","parameters":{"type":"object"},"strict":false}]' \
+    '"tool_choice":"none"' '"temperature":0.25,"top_p":0.5' '"max_output_tokens":1,' '"parallel_tool_calls":false' '"user":"u"' \
+    '"previous_response_id":null' '"truncation":"disabled"' '"text":{"format":{"type":"text"}}' '"store":false' '"background":false'; do
+    ok "/v1/responses: the response has $part" has out "$part"
+done
+ask /v1/responses '{"input":"hi","max_output_tokens":1}'
+for part in '"instructions":null' '"metadata":{}' '"tools":[]' '"tool_choice":"auto"' '"max_output_tokens":1,' '"user":null'; do
+    ok "/v1/responses: the response has $part if it was not given" has out "$part"
+done
+f='{"type":"function","function":{"name":"f","parameters":'"$one_city"'}}'
+for choice in '"required"' '{"type":"function","function":{"name":"f"}}'; do
+    ask $chat "{$short,\"tools\":[$f],\"tool_choice\":$choice,$one_call,\"stream\":true}" -N
+    ok "a forced call, streamed: the first delta has no text" grep -q '^data: .*"delta":{"role":"assistant","content":null},' "$tmp/out"
+    ok "a forced call, streamed: nor has any other" lacks out '"content":"'
+done
+ask $chat "{$short,\"max_tokens\":1,\"stream\":true}" -N
+ok "a stream of text: the first delta has an empty one" grep -q '^data: .*"delta":{"role":"assistant","content":""},' "$tmp/out"
+ask $chat "{$short,\"tools\":[$f],\"grammar\":\"root ::= \\\"Wait. \\\" <|tool_call> \\\"call:f{}\\\" <tool_call|>\"}"
+ok "a call after a text: both" has out '"content":"Wait. ","tool_calls":[{"id":"call_'
+ok "a call after a text: finish_reason" has out '"finish_reason":"tool_calls"'
+for end in '"stop":"fox" stop stop_sequence' '"max_tokens":2 length max_tokens' "\"json_schema\":$one_city stop end_turn"; do
+    what=${end%% *} reasons=${end#* }
+    ask $chat "{$user,\"temperature\":0,$what}"
+    ok "finish_reason: $what: ${reasons% *}" has out "\"finish_reason\":\"${reasons% *}\""
+    ask /v1/messages "{$user,\"temperature\":0,$(echo "$what" | sed 's/"stop":\(.*\)/"stop_sequences":[\1]/; s/"json_schema":\(.*\)/"output_format":{"type":"json_schema","schema":\1}/')}"
+    ok "stop_reason: $what: ${reasons#* }" has out "\"stop_reason\":\"${reasons#* }\""
+done
+ask /v1/messages "{$user,\"max_tokens\":2,\"temperature\":0,\"stream\":true}" -N -D "$tmp/headers"
+ok "/v1/messages: events" [ "$(events out)" = "message_start ping content_block_start content_block_delta content_block_stop message_delta message_stop " ]
+ok "/v1/messages: how a message begins" has out '"content":[],"stop_reason":null,"stop_sequence":null,"stop_details":null,"container":null,"usage":{"input_tokens":21,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,'
+ok "/v1/messages: the delta has the whole usage" has out '"usage":{"input_tokens":1,"cache_creation_input_tokens":0,"cache_read_input_tokens":20,'
+ok "/v1/messages: a stream has the id of its request" grep -qi '^request-id: req_' "$tmp/headers"
+think='"thinking":{"type":"enabled","budget_tokens":1024},"temperature":0,"max_tokens":12,"messages":[{"role":"user","content":"What is the weather in Paris?"}]'
+ask /v1/messages "{$think}"
+signature=$(text signature out)
+ok "/v1/messages: a thought is signed" [ -n "$signature" ]
+ask /v1/messages "{$think,\"stream\":true}" -N
+ok "/v1/messages: the same signature, streamed" has out "\"delta\":{\"type\":\"signature_delta\",\"signature\":\"$signature\"}}"
+# ---- end of the contract
+
 # ---- errors: 4xx with a reason; the server keeps running ----------------------------------
 refused "an unknown path" 404 "POST /v1/images: this server has no such endpoint; docs/server.md" /v1/images "{}"
 refused "embeddings" 404 "/v1/embeddings: this server has no embeddings" /embeddings '{"input":"a"}'
@@ -520,6 +599,7 @@ get $chat
 ok "GET instead of POST: 405" is 405
 refused "invalid JSON" 400 "not JSON" $chat "hello"
 refused "not an object" 400 "object" $chat "[1]"
+ok "error.code is a word or null" has out '"type":"invalid_request_error","param":null,"code":null}}'
 refused "no messages" 400 "messages" $chat "{}"
 refused "empty messages" 400 "messages" $chat '{"messages":[]}'
 refused "n 129" 400 '"param":"n"' $chat "{$user,\"n\":129}"
@@ -934,6 +1014,15 @@ ids() { ask /tokenize "{\"content\":\"$1\"}" && grep -oE '\[[0-9,]+\]' "$tmp/out
 serve asked -np 1 -c 1024
 sentence='There was once a shy fox who lived near a quiet river. Everyone called him Tom.'
 whole="2,$(ids "$sentence")" letters=2 rest=$sentence
+full="\"messages\":[{\"role\":\"user\",\"content\":\"$(words 'It rained.' 240)\"}],\"max_tokens\":32000"
+long_text='{"type":"json_schema","name":"x","schema":{"type":"string","minLength":2000}}'
+ask $chat "{$full,\"response_format\":$long_text}"
+ok "an answer that fills the context, and may be longer: length" has out '"finish_reason":"length"'
+ok "it has filled it" [ "$(number total_tokens out)" -eq 1025 ]
+ask /v1/messages "{$full,\"output_format\":$long_text}"
+ok "the same in Anthropic's words" has out '"stop_reason":"model_context_window_exceeded"'
+ask /v1/responses "{\"input\":\"$(words 'It rained.' 240)\",\"max_output_tokens\":32000,\"text\":{\"format\":$long_text}}"
+ok "and in those of /v1/responses" has out '"status":"incomplete","completed_at":null,"error":null,"incomplete_details":{"reason":"max_output_tokens"},'
 while [ -n "$rest" ]; do
     letter=${rest%"${rest#?}"} rest=${rest#?}
     letters="$letters,$(ids "$letter")"
