@@ -147,13 +147,6 @@ static void messages_usage(TokText *out, size_t n_input, int n_cached, int n_out
         "'server_tool_use':null,'service_tier':'standard'}", n_input, n_cached, n_output);
 }
 
-// The signature of a thought, which clients send back together with it. It is not checked.
-static void put_signature(TokText *out, TokStr thought) {
-    char text[32];
-    snprintf(text, sizeof text, "gemma4-%016" PRIx64, hash_bytes(thought.s, thought.n));
-    put(out, "%s", text);
-}
-
 static const char messages_ping[] = "event: ping\ndata: {'type':'ping'}\n\n";
 static const char thinking_block[] = "thinking", plain_block[] = "text", tool_block[] = "tool_use";
 
@@ -188,7 +181,7 @@ static void messages_delta(Exchange *x, const char *block, TokStr text) {
         x->block = block;
         open_event(x, "content_block_start");
         put(&x->out, ",'index':%d,'content_block':{'type':%s,%s:''", x->n_blocks, block, block);
-        put(&x->out, is_text ? ",'citations':null}}\n\n" : ",'signature':''}}\n\n");
+        put(&x->out, is_text ? "}}\n\n" : ",'signature':''}}\n\n");
     }
     open_event(x, "content_block_delta");
     put(&x->out, ",'index':%d,'delta':{'type':%s,%s:%t}}\n\n", x->n_blocks, is_text ? "text_delta" : "thinking_delta",
@@ -239,7 +232,7 @@ static void put_block(TokText *out, const Job *job, const AnswerPiece *p) {
         put_signature(out, piece_text(job, p, 0));
         put(out, "}");
     } else {
-        put(out, "{'type':'text','text':%t,'citations':null}", piece_text(job, p, 0));
+        put(out, "{'type':'text','text':%t}", piece_text(job, p, 0));
     }
 }
 

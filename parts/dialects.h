@@ -93,6 +93,13 @@ static void put_past_call(TokText *list, const GgufJson *id, const GgufJson *nam
     put(list, "'function':{'name':%r,'arguments':%r}}", raw(name), raw(arguments));
 }
 
+// The signature of a thought, without which some clients do not send the thought back. It is not checked.
+static void put_signature(TokText *out, TokStr thought) {
+    char text[32];
+    snprintf(text, sizeof text, "gemma4-%016" PRIx64, hash_bytes(thought.s, thought.n));
+    put(out, "%s", text);
+}
+
 static void open_event(Exchange *x, const char *type) {              // the caller appends its members and "}\n\n"
     append(&x->out, "event: ", 7);
     append(&x->out, type, strlen(type));

@@ -128,6 +128,14 @@ static bool wants_summary(const Exchange *x) {
            (member(&reasoning, "summary", &v) || member(&reasoning, "generate_summary", &v));
 }
 
+// True if the request asks that responses include this.
+static bool includes(const Exchange *x, const char *what) {
+    GgufJson list, v;
+    if (!member(&x->asked, "include", &list) || list.type != GGUF_J_ARRAY) return false;
+    while (gguf_json_next(&list, NULL, &v)) if (gguf_json_is(&v, what)) return true;
+    return false;
+}
+
 // Appends piece i as an item; done: complete, or as complete as it gets.
 static void put_output(TokText *out, const Exchange *x, int i, bool done) {
     const Job *job = x->job;
@@ -145,7 +153,10 @@ static void put_output(TokText *out, const Exchange *x, int i, bool done) {
     if (p->kind == PIECE_THOUGHT) {
         put(out, "{'type':'reasoning','id':%s,'status':%s,'summary':[", id, status);
         if (done && wants_summary(x)) put_summary(out, text);
-        put(out, "],'encrypted_content':null,'content':[");
+        put(out, "],'encrypted_content':");
+        if (done && includes(x, "reasoning.encrypted_content")) put_signature(out, text);
+        else put(out, "null");
+        put(out, ",'content':[");
     } else {
         put(out, "{'type':'message','id':%s,'status':%s,'role':'assistant','content':[", id, status);
     }

@@ -541,6 +541,9 @@ ok "/v1/responses: they are numbered too" numbered out
 text delta out >"$tmp/a"
 ask /v1/responses "{$paris,\"max_output_tokens\":40,\"reasoning\":{\"effort\":\"high\",\"summary\":\"auto\"}}"
 ok "/v1/responses: the item has the summary" has out "\"status\":\"completed\",\"summary\":[{\"type\":\"summary_text\",\"text\":\"$(cat "$tmp/a")\"}]"
+ok "/v1/responses: and nothing encrypted" has out '"encrypted_content":null,"content":[{"type":"reasoning_text","text":"'
+ask /v1/responses "{$paris,\"max_output_tokens\":40,\"reasoning\":{\"effort\":\"high\",\"summary\":\"auto\"},\"include\":[\"reasoning.encrypted_content\"]}"
+ok "/v1/responses: unless it was asked for" grep -q '"encrypted_content":"gemma4-[0-9a-f]*"' "$tmp/out"
 ok "/v1/responses: what was asked for" has out '"reasoning":{"effort":"high","summary":"auto"}'
 asked='"instructions":"Be kind.","metadata":{"a":"b"},"tools":[{"type":"function","name":"f","parameters":{"type":"object"},"strict":false}],"tool_choice":"none","top_p":0.5'
 ask /v1/responses "{\"input\":\"hi\",\"max_output_tokens\":1,\"temperature\":0.25,\"parallel_tool_calls\":false,\"user\":\"u\",$asked}"
