@@ -85,7 +85,7 @@ API const ModelOptions *model_options(const Model *m);               // as the p
 API ModelShape model_shape(const Model *m);
 API ModelSize model_size(const Model *m);                            // of the weights in its file
 API const char *model_path(const Model *m);
-API TokStr model_template(Model *m);                                 // Jinja source of the file's chat template, or none
+API TokStr model_template(Model *m);                                 // Jinja source of the chat template; or none
 API const char *model_name(const Model *m);                          // for people; until the next call
 API size_t snapshot_bytes(Model *m);                                 // of a prefix snapshot; 0: a session needs none
 API bool chunk_is_free(const Model *m, int chunk);                   // true if the chunk size cannot change results
@@ -226,6 +226,10 @@ API void session_rollback(Session *s);                               // goes bac
 // Runs n tokens and keeps them, without an answer. n_later: tokens of the same prompt that follow in another call; 0:
 // none, and session_logits() gives those of the last token.
 API void session_append(Session *s, const int32_t *ids, int n, int n_later);
+// Runs the first of n >= 1 tokens, as many as a step can have logits of, and keeps them. Returns their number.
+// session_row_logits() then gives the logits (vocab) after token i of these, until the next step of any session.
+API int session_append_rows(Session *s, const int32_t *ids, int n);
+API void session_row_logits(Session *s, int i, float *logits);
 
 // ==== [5] Sessions in files =========================================================================================
 

@@ -46,6 +46,8 @@ typedef struct {              // one of the answers to a request, and what the s
     size_t  sent;             // and this one up to this byte of the thought or the content
     int     run, n_likely;
     size_t  chars;            // of the text of tokens 0 .. n_likely - 1, if the form counts them
+    size_t  n_echo;           // characters of the prompt that come before the answer
+    bool    echoed;           // they are in the stream
     bool    complete, ended;  // all pieces are in the stream; its end too
 } Choice;
 
@@ -72,7 +74,8 @@ struct Exchange {             // a request and its answer
     Job        *job;                   // its job
     TokText     original;              // the body before Api.convert
     GgufJson    asked;                 // the same, parsed
-    bool        include_usage, progress, one_call, forced;           // forced: the answer has to be a call
+    bool        include_usage, progress, one_call, forced, echo;     // forced: the answer has to be a call; echo: the
+                                                                     // prompt comes before it
     // a stream
     TokText     out;                   // bytes to send, from byte `at` on
     size_t      at;
@@ -477,6 +480,7 @@ static bool copy_options(Exchange *x, const Request *r, Job *job, int k) {
     job->client = lead->client;
     job->n_top = lead->n_top;
     job->ranked = lead->ranked;
+    job->scores = lead->scores;
     job->bias = lead->bias;
     job->options = lead->options;
     job->options.grammar = NULL;

@@ -1076,6 +1076,20 @@ static void session_append(Session *s, const int32_t *ids, int n, int n_later) {
     s->step = m->step.number;
 }
 
+static int session_append_rows(Session *s, const int32_t *ids, int n) {
+    Model *m = s->m;
+    const int rows = min_int(n, min_int(m->options.n_logits, STEP_ROWS));
+    for (int i = 0; i < rows; i++) m->step_rows[i] = (StepRow){ .token = ids[i], .parent = -1, .output = true };
+    step(m, &(StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows }, 1);
+    commit_all(m);
+    for (int i = 0; i < rows; i++) push_id(s->t, &s->held, ids[i]);
+    s->row = rows - 1;
+    s->step = m->step.number;
+    return rows;
+}
+
+static void session_row_logits(Session *s, int i, float *logits) { read_logits(s->m, i, logits); }
+
 // If another step has run since, runs the token before the last one once more.
 static bool session_logits(Session *s, float *logits) {
     Model *m = s->m;

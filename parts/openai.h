@@ -295,6 +295,7 @@ static bool chat_ask(Exchange *x, const Request *r) {
     tok_ids_free(&part);
     begun_free(&begun);
     if (!ok) return false;
+    if (r->echo) return refuse(&x->fault, 400, "echo", "echo is a field of /v1/completions");
     const bool asked = r->logprobs.type == GGUF_J_TRUE;
     if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected true or false");
@@ -351,12 +352,12 @@ static void put_plain_top(TokText *out, const Tokenizer *t, const Likely *l) {
     put(out, "}");
 }
 
-// Appends the probabilities of the next tokens whose text was sent; leaves out those of a stop string.
-static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
+// Appends the probabilities of the next tokens, those of the first `end` characters; leaves out those of a stop string.
+// The first token of a prompt has none.
+static void put_plain_likely(TokText *out, Exchange *x, size_t end) {
     const Job *job = x->job;
     Choice *c = x->choice;
     const Likely *l = job->likely ? job->likely + c->n_likely : NULL;
-    const size_t end = n_chars(text);
     TokText offsets = { 0 };
     int n = 0;
     if (job->n_top < 0) {
@@ -375,15 +376,45 @@ static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
         put_piece(out, tok_piece(&x->t, l[i].id, true));
     }
     put(out, "],'token_logprobs':[");
-    for (int i = 0; i < n; i++) put(out, i ? ",%f" : "%f", (double)l[i].logprob);
+    for (int i = 0; i < n; i++) {
+        put(out, i ? "," : "");
+        if (isnan(l[i].logprob)) put(out, "null");
+        else put(out, "%f", (double)l[i].logprob);
+    }
     put(out, job->n_top ? "],'top_logprobs':[" : "],'top_logprobs':null");
     for (int i = 0; job->n_top && i < n; i++) {
         put(out, i ? "," : "");
-        put_plain_top(out, &x->t, &l[i]);
+        if (isnan(l[i].logprob)) put(out, "null");
+        else put_plain_top(out, &x->t, &l[i]);
     }
     put(out, job->n_top ? "],'text_offset':[%r]}" : ",'text_offset':[%r]}", text_of(&offsets));
     c->n_likely += n;
     tok_text_free(&offsets);
+}
+
+// Appends the text of ids.
+static void append_ids(Exchange *x, TokText *text, const TokIds *ids, bool special) {
+    TokStream stream = { 0 };
+    char *piece = alloc_or_die(x->t.stream_cap, 1);
+    for (size_t i = 0; i < ids->n; i++)
+        append(text, piece, tok_stream_push(&x->t, &stream, ids->ids[i], special, piece, x->t.stream_cap));
+    append(text, piece, tok_stream_flush(&stream, piece, x->t.stream_cap));
+    free(piece);
+}
+
+// Appends the choice at hand up to its finish_reason: its next text, before that the prompt if it is to be repeated,
+// and the probabilities of all tokens up to the end of the text, `said` bytes of the answer.
+static void put_plain(Exchange *x, TokText *out, TokStr next, size_t said) {
+    Choice *c = x->choice;
+    TokText text = { 0 };
+    if (x->echo && !c->echoed) append_ids(x, &text, &c->job->ids, false);
+    if (!c->echoed) c->n_echo = n_chars(text_of(&text));
+    c->echoed = true;
+    append(&text, next.s, next.n);
+    put(out, "{'index':%d,'text':%t,'logprobs':", c->index, text_of(&text));
+    if (c->ended && c->n_likely == c->job->n_likely) put(out, "null");           // the stream has them all
+    else put_plain_likely(out, x, c->n_echo + n_chars((TokStr){ c->job->content.s, said }));
+    tok_text_free(&text);
 }
 
 static void plain_text(Exchange *x, TokStr thought, TokStr content) {
@@ -391,9 +422,8 @@ static void plain_text(Exchange *x, TokStr thought, TokStr content) {
     if (!content.n) return;
     put(&x->out, "data: {");
     put_head(&x->out, x, "text_completion");
-    put(&x->out, ",'choices':[{'index':%d,'text':%t,'logprobs':", x->choice->index, content);
-    const char *start = x->job->content.s;
-    put_plain_likely(&x->out, x, (TokStr){ start, (size_t)(content.s - start) + content.n });
+    put(&x->out, ",'choices':[");
+    put_plain(x, &x->out, content, (size_t)(content.s - x->job->content.s) + content.n);
     put(&x->out, ",'finish_reason':null}]}\n\n");
 }
 
@@ -402,16 +432,13 @@ static void plain_call(Exchange *x, int i) { (void)x, (void)i; }
 static void plain_end(Exchange *x) {
     put(&x->out, "data: {");
     put_head(&x->out, x, "text_completion");
-    put(&x->out, ",'choices':[{'index':%d,'text':'','logprobs':", x->choice->index);
-    if (x->choice->n_likely == x->job->n_likely) put(&x->out, "null");
-    else put_plain_likely(&x->out, x, text_of(&x->job->content));    // of tokens without text
+    put(&x->out, ",'choices':[");
+    put_plain(x, &x->out, str(""), x->job->content.n);               // probabilities of tokens without text
     completion_end(x, "text_completion");
 }
 
 static void plain_choice(Exchange *x, TokText *out) {
-    const TokStr text = text_of(&x->job->content);
-    put(out, "{'index':%d,'text':%t,'logprobs':", x->choice->index, text);
-    put_plain_likely(out, x, text);
+    put_plain(x, out, text_of(&x->job->content), x->job->content.n);
     put(out, ",'finish_reason':%s}", finish_text(x->job));
 }
 
@@ -469,6 +496,8 @@ static bool plain_ask(Exchange *x, const Request *r) {
         (r->logprobs.type != GGUF_J_NUMBER || !gguf_json_int(&r->logprobs, 0, PLAIN_TOP, &n_top)))
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected an integer from 0 to %d", PLAIN_TOP);
     job->n_top = (int)n_top;
+    x->echo = r->echo;
+    job->scores = r->echo && n_top >= 0;
     return true;
 }
 

@@ -202,7 +202,6 @@ static bool refuse_absent(const Request *r, Fault *f) {
     GgufJson rest = r->modalities, v;
     if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions is not supported; use tools");
     if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported; this server is text only");
-    if (r->echo) return refuse(f, 400, "echo", "echo is not supported");
     if (is_given(&r->suffix) && r->suffix.n > 2) return refuse(f, 400, "suffix", "suffix is not supported");
     while (is_given(&rest) && gguf_json_next(&rest, NULL, &v))
         if (!gguf_json_is(&v, "text")) return refuse(f, 400, "modalities", "modalities: only text is supported");

@@ -87,6 +87,7 @@ typedef struct Job {
     bool          by_ids;     // the client gave the prompt as token ids: they are run as they are
     int           n_top;      // most probable tokens to report with each token; -1: no probabilities
     bool          ranked;     // logprob_sum is needed
+    bool          scores;     // the tokens of the prompt have probabilities too: the first entries of `likely`
     int           fd;         // of the client
     uint64_t      client;     // equal for jobs of the same client
     double        queued, deadline;        // seconds()
@@ -102,6 +103,7 @@ typedef struct Job {
     bool          thinks;     // its last token is part of a thought that goes on
     bool          cut;        // the end of the answer has cut its last piece
     int           run, total, cached;      // tokens of the prompt
+    int           n_scored;   // of the prompt: tokens that have theirs
     bool          started, done;
     EndReason     end;
     Turn          turn;
@@ -361,30 +363,39 @@ static void take_held(Server *srv, const Session *s, Job *job) {
     tok_ids_free(&ids);
 }
 
+// The session of the slot begins to answer its job.
+static void begin_answer(Server *srv, Slot *slot) {
+    Job *job = slot->job;
+    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at };
+    const bool ok = session_start(slot->s, &p, &job->options);
+    pthread_mutex_lock(&srv->lock);
+    job->started = true;
+    job->cached = ok && !job->scores ? job->total - session_state(slot->s).n_left : 0;
+    job->run = job->cached;
+    if (!ok) {
+        refuse(&job->fault, 400, "", "%s", session_error(slot->s));
+        slot->job = NULL;
+        srv->n_running--;
+        job_done(srv, job);
+    }
+    pthread_mutex_unlock(&srv->lock);
+}
+
 static void start_job(Server *srv, Slot *slot, Job *job) {
     Session *s = slot->s;
     if (job->bias || slot->biased) session_set_bias(s, job->bias);
     slot->biased = job->bias;
-    if (job->no_cache) session_forget(s);
+    if (job->no_cache || job->scores) session_forget(s);
     else if (!job->by_ids && !slot->by_ids) take_held(srv, s, job);
     slot->by_ids = job->by_ids;
-    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at };
-    const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
     job->total = (int)job->ids.n;
     slot->used = ++srv->n_jobs;
     slot->asked = (size_t)(job->checkpoint_at ? job->checkpoint_at : job->total);
-    job->started = true;
-    job->cached = ok ? job->total - session_state(s).n_left : 0;
-    job->run = job->cached;
-    if (ok) {
-        slot->job = job;
-        srv->n_running++;
-    } else {
-        refuse(&job->fault, 400, "", "%s", session_error(s));
-        job_done(srv, job);
-    }
+    slot->job = job;
+    srv->n_running++;
     pthread_mutex_unlock(&srv->lock);
+    if (!job->scores) begin_answer(srv, slot);
 }
 
 // Returns the pointer to the next job: the first one of a client with fewest jobs under way. The caller holds the lock.
@@ -421,6 +432,9 @@ static void admit(Server *srv) {
 
 typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // PLAIN: only answers; SHARED: also a prompt
 
+// True if the tokens of the slot's prompt are still to get their probabilities, before the answer begins.
+static bool is_scoring(const Slot *slot) { return slot->job && slot->job->scores && !slot->job->started; }
+
 // Chooses the sessions of the next round. Returns their number, and sets *round to the kind of the round. If there are
 // several long prompts, only one of them runs.
 static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
@@ -437,7 +451,7 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
     for (int k = 1; k <= n_seqs; k++) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
-        if (!slot->job) continue;
+        if (!slot->job || is_scoring(slot)) continue;
         session_set_budget(slot->s, chunk, answers && !srv->by_rows ? srv->share.amount : INFINITY);
         const SessionState state = session_state(slot->s);
         const bool is_prompt = state.running && state.prompting;
@@ -461,7 +475,7 @@ static void learn_share(Server *srv, Round round, double taken) {
     if (round == ROUND_SHARED && whole) share_learn(&srv->share, with, taken);
 }
 
-// The probability of the last token, and the n most probable tokens. Overwrites the logits.
+// The probability of token `id`, and the n most probable tokens. Overwrites the logits.
 static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
     const double sum = logsumexp(logits, vocab);
     *l = (Likely){ .id = id, .n_top = min_int(n, vocab), .logprob = (float)(logits[id] - sum) };
@@ -474,24 +488,51 @@ static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
     }
 }
 
-// Only tokens that the client sees have probabilities.
+static void push_likely(Job *job, const Likely *l) {   // the caller holds the lock
+    if (job->n_likely == job->room_likely) {
+        job->room_likely = 2 * job->room_likely + 64;
+        job->likely = realloc(job->likely, (size_t)job->room_likely * sizeof *job->likely);
+        if (!job->likely) die("out of memory for %d probabilities", job->room_likely);
+    }
+    job->likely[job->n_likely++] = *l;
+}
+
+// Only tokens that the client sees have probabilities, and after a prompt that has them the end of the turn: programs
+// that measure take the last one for the answer.
 static void add_likely(Server *srv, Slot *slot, const Event *e) {
     Job *job = slot->job;
     if ((job->n_top < 0 && !job->ranked) || e->kind != EVENT_TOKEN || e->n_ids != 1 ||
-        tok_reply_thinks(session_reply(slot->s)) || tok_is_stop(srv->t, e->ids[0])) return;
+        tok_reply_thinks(session_reply(slot->s)) || (tok_is_stop(srv->t, e->ids[0]) && !job->scores)) return;
     Likely l;
     if (!session_logits(slot->s, srv->logits)) return;
     weigh(srv->logits, model_shape(srv->m).vocab, e->ids[0], job->n_top, &l);
     pthread_mutex_lock(&srv->lock);
     job->logprob_sum += (double)l.logprob;
     job->n_summed++;
-    if (job->n_top >= 0 && job->n_likely == job->room_likely) {
-        job->room_likely = 2 * job->room_likely + 64;
-        job->likely = realloc(job->likely, (size_t)job->room_likely * sizeof *job->likely);
-        if (!job->likely) die("out of memory for %d probabilities", job->room_likely);
-    }
-    if (job->n_top >= 0) job->likely[job->n_likely++] = l;
+    if (job->n_top >= 0) push_likely(job, &l);
     pthread_mutex_unlock(&srv->lock);
+}
+
+// Runs the next tokens of a prompt that have to have probabilities: few, because other sessions wait. Then, with the
+// last token, or if it has to stop, the answer begins.
+static void run_scoring(Server *srv, Slot *slot, bool stop) {
+    enum { ROWS = 8 };
+    Job *job = slot->job;
+    const int vocab = model_shape(srv->m).vocab, at = job->n_scored, left = job->total - 1 - at;
+    const Likely first = { .id = job->ids.ids[0], .logprob = NAN };
+    Likely likely[ROWS];
+    const bool ends = left <= 0 || stop || job->gone;
+    const int n = ends ? 0 : session_append_rows(slot->s, job->ids.ids + at, min_int(left, ROWS));
+    for (int i = 0; i < n; i++) {
+        session_row_logits(slot->s, i, srv->logits);
+        weigh(srv->logits, vocab, job->ids.ids[at + i + 1], job->n_top, &likely[i]);
+    }
+    pthread_mutex_lock(&srv->lock);
+    if (!job->n_likely) push_likely(job, &first);
+    for (int i = 0; i < n; i++) push_likely(job, &likely[i]);
+    job->n_scored += n;
+    pthread_mutex_unlock(&srv->lock);
+    if (ends || n == left) begin_answer(srv, slot);
 }
 
 // Remembers the tokens of the answer's last call. The caller holds the lock.
@@ -545,6 +586,7 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // the call
     const Turn *turn = session_turn(slot->s);
     job->end = e->end;
     job->turn = *turn;
+    if (job->scores) job->turn.n_run = turn->n_prompt;
     job->thought_tokens = turn->thought_tokens;
     job->stop = turn->stop;
     if (e->end == END_ERROR && job->bias)
@@ -612,12 +654,20 @@ static void run_engine(Server *srv) {
         }
         pthread_mutex_unlock(&srv->lock);
         admit(srv);
+        bool scored = false;
+        for (int i = 0; i < n_slots(srv); i++) {
+            if (!is_scoring(&srv->slots[i])) continue;
+            run_scoring(srv, &srv->slots[i], now >= give_up || now >= srv->slots[i].job->deadline);
+            scored = true;
+        }
         const int n = pick(srv, sessions, slots, &round);
         if (n) {
             const double start = seconds();
             sessions_next(sessions, n, events);
             learn_share(srv, round, seconds() - start);
             for (int i = 0; i < n; i++) tell(srv, slots[i], &events[i]);
+        } else if (scored) {
+            continue;
         } else if (stop) {
             break;
         } else {

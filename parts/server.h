@@ -206,18 +206,13 @@ static void route_detokenize(Exchange *x) {
     Request r;
     TokIds ids = { 0 };
     TokText text = { 0 }, out = { 0 };
-    TokStream stream = { 0 };
     if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o)) return;
     if (!is_given(&r.tokens)) {
         refuse(&x->fault, 400, "tokens", "tokens: expected a list of token ids, got none");
         return;
     }
     if (read_ids(x, "tokens", &r.tokens, &ids)) {
-        char *piece = alloc_or_die(x->t.stream_cap, 1);
-        for (size_t i = 0; i < ids.n; i++)
-            append(&text, piece, tok_stream_push(&x->t, &stream, ids.ids[i], true, piece, x->t.stream_cap));
-        append(&text, piece, tok_stream_flush(&stream, piece, x->t.stream_cap));
-        free(piece);
+        append_ids(x, &text, &ids, true);
         put(&out, "{'content':%t}", text_of(&text));
         respond_json(x, &out);
     }

@@ -229,6 +229,7 @@ fi
 choice() { # choice I KEY FILE: the string with that key in choice I of a whole answer
     sed 's/{"index":/\n&/g' "$tmp/$3" | grep "^{\"index\":$1," | grep -oE "\"$2\":\"([^\"\\\\]|\\\\.)*\"" | head -n 1 | sed "s/^\"$2\"://"
 }
+count_is() { [ "$(grep -oF -e "$2" "$tmp/out" | wc -l)" -eq "$1" ]; }
 pieces() { # pieces I KEY FILE: the same of a stream, joined
     grep "\"choices\":\[{\"index\":$1," "$tmp/$3" | grep -oE "\"$2\":\"([^\"\\\\]|\\\\.)*\"" | sed -E "s/^\"$2\":\"//; s/\"$//" | tr -d '\n'
 }
@@ -268,6 +269,26 @@ ok "/v1/completions: a list of one list of ids" has out '"choices":[{"index":0,"
 ask /v1/completions '{"prompt":["a","b"],"n":2,"max_tokens":1,"temperature":0}'
 ok "/v1/completions: two answers to each of two prompts" grep -q '"index":0,.*"index":1,.*"index":2,.*"index":3,' "$tmp/out"
 ok "/v1/completions: prompts count once" has out '"prompt_tokens":4,"completion_tokens":4,'
+ask /v1/completions '{"prompt":"Once upon a time","temperature":0,"max_tokens":5,"logprobs":1}'
+list token_logprobs | tr ',' '\n' | tail -n 5 >"$tmp/a"
+continued=$(text text out)
+ask /v1/completions "{\"prompt\":\"Once upon a time$continued\",\"temperature\":0,\"max_tokens\":1,\"logprobs\":1,\"echo\":true}"
+list token_logprobs | tr ',' '\n' | sed '1,5d; $d' >"$tmp/b"
+ok "/v1/completions: echo: the prompt and then the answer" grep -qF "\"text\":\"Once upon a time$continued " "$tmp/out"
+ok "/v1/completions: echo: the probabilities of the prompt are those that its tokens had" same a b
+ok "/v1/completions: echo: the first token has none" grep -q '"tokens":\["<bos>","Once".*"token_logprobs":\[null,-.*"top_logprobs":\[null,{.*"text_offset":\[0,0,4,9,11,' "$tmp/out"
+cp "$tmp/out" "$tmp/c"
+ask /v1/completions "{\"prompt\":\"Once upon a time$continued\",\"temperature\":0,\"max_tokens\":1,\"logprobs\":1,\"echo\":true,\"stream\":true}" -N
+list token_logprobs >"$tmp/b"
+cp "$tmp/c" "$tmp/out"
+list token_logprobs >"$tmp/a"
+ok "/v1/completions: echo: the same as a stream" same a b
+ask /v1/completions '{"prompt":[[2,834]],"max_tokens":0,"logprobs":0,"echo":true}'
+ok "/v1/completions: echo of a prompt alone" grep -q '"text":"Once","logprobs":{"tokens":\["<bos>","Once"\],"token_logprobs":\[null,-[0-9.]*\],"top_logprobs":null,"text_offset":\[0,0\]},"finish_reason":"length"' "$tmp/out"
+ask /v1/completions '{"prompt":[[2],[2]],"max_tokens":1,"logprobs":1,"echo":true,"temperature":0}'
+ok "/v1/completions: echo: an answer that ends at once is a token too" count_is 2 '"tokens":["<bos>","<|turn>"]'
+ask /v1/completions '{"prompt":"Once","max_tokens":2,"temperature":0,"echo":true}'
+ok "/v1/completions: echo without probabilities" has out '"text":"Once upon a","logprobs":null'
 mean() { sed 's/.*"token_logprobs":\[//; s/\].*//' "$tmp/out" | tr ',' '\n' | awk '{ s += $1 } END { printf "%.4f\n", s / NR }'; }
 for seed in 3 4 5 6; do
     ask /v1/completions "{\"prompt\":\"Tom\",\"temperature\":2,\"max_tokens\":5,\"logprobs\":0,\"seed\":$seed}"
@@ -410,7 +431,6 @@ says() { # says NAME KEY TEXT: the strings with that key are this text, except f
     text "$2" out | sed 's/: /:/g' >"$tmp/said"
     ok "$1" [ "$(cat "$tmp/said")" = "$3" ]
 }
-count_is() { [ "$(grep -oF -e "$2" "$tmp/out" | wc -l)" -eq "$1" ]; }
 one_city='{"type":"object","properties":{"city":{"enum":["Paris"]}},"required":["city"],"additionalProperties":false}'
 city='{\"city\":\"Paris\"}'
 other_city='{"type":"object","properties":{"city":{"not":{}}}}'
@@ -629,6 +649,7 @@ refused "logprobs true instead of a number" 400 "0 to 5" /v1/completions '{"prom
 refused "logprobs 6" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":6}'
 refused "logprobs 1.5" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":1.5}'
 refused "logprobs -1" 400 '"param":"logprobs"' /v1/completions '{"prompt":"a","logprobs":-1}'
+refused "echo in a chat" 400 "/v1/completions" $chat "{$user,\"echo\":true}"
 refused "logprobs 1 instead of true" 400 "true or false" $chat "{$user,\"logprobs\":1}"
 refused "ids out of range" 400 "prompt[1]" /v1/completions '{"prompt":[2,4096]}'
 refused "ids out of range in the second of two prompts" 400 "prompt[1][0]" /v1/completions '{"prompt":[[2],[4096]]}'
