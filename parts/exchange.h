@@ -452,15 +452,19 @@ static uint64_t address_hash(struct MHD_Connection *connection) {
 
 // Adds a choice with a new job, and makes it the one at hand.
 static Job *add_choice(Exchange *x) {
-    const union MHD_ConnectionInfo *info = MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    Job *job = alloc_or_die(1, sizeof *job);
-    job->lead = x->n_choices ? x->choices->job : job;
-    job->n_owners = 1;
-    if (job->lead != job) job->lead->n_owners++;
-    job->n_top = -1;
-    job->fd = info ? info->connect_fd : -1;
-    job->client = address_hash(x->connection);
+    Job *job = alloc_or_die(1, sizeof *job), *lead = x->n_choices ? x->choices->job : NULL;
+    *job = (Job){ .lead = lead ? lead : job, .n_owners = 1, .n_top = -1, .fd = -1 };
     pthread_cond_init(&job->news, NULL);
+    if (lead) {
+        lead->n_owners++;
+        job->fd = lead->fd;
+        job->client = lead->client;
+    } else if (x->connection) {
+        const union MHD_ConnectionInfo *info =
+            MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+        job->fd = info ? info->connect_fd : -1;
+        job->client = address_hash(x->connection);
+    }
     x->choices = realloc(x->choices, (size_t)(x->n_choices + 1) * sizeof *x->choices);
     if (!x->choices) die("out of memory for %d answers", x->n_choices + 1);
     x->choice = &x->choices[x->n_choices++];

@@ -38,18 +38,22 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     write_call(bytes[0] & 4);
     const Api *api = apis[bytes[0] % 4];
     Request r;
-    Exchange x = { .srv = &srv, .t = t, .api = api, .job = alloc_or_die(1, sizeof *x.job) };
+    Exchange x = { .srv = &srv, .t = t, .api = api };
     append(&x.body, (const char *)bytes + 1, size - 1);
-    x.job->n_owners = 1;
-    x.job->n_top = -1;
-    pthread_cond_init(&x.job->news, NULL);
-    if (read_question(&x, api, &r) && read_options(&x, &r, x.job)) {
-        NEED(!x.fault.status && x.job->ids.n > 0 && x.job->checkpoint_at >= 0 && (size_t)x.job->checkpoint_at <= x.job->ids.n && x.job->n_top <= MAX_TOP);
-        for (size_t i = 0; i < x.job->ids.n; i++) NEED(x.job->ids.ids[i] >= 0 && x.job->ids.ids[i] < t.n_tokens);
+    add_choice(&x);
+    if (read_question(&x, api, &r) && add_answers(&x, &r)) {
+        NEED(!x.fault.status && x.n_choices >= 1 && x.n_choices <= MAX_CHOICES);
+        for (int k = 0; k < x.n_choices; k++) {
+            const Job *job = x.choices[k].job;
+            NEED(job->ids.n > 0 && job->checkpoint_at >= 0 && (size_t)job->checkpoint_at <= job->ids.n && job->n_top <= MAX_TOP);
+            for (size_t i = 0; i < job->ids.n; i++) NEED(job->ids.ids[i] >= 0 && job->ids.ids[i] < t.n_tokens);
+        }
     } else {
         NEED(x.fault.status == 400 && *x.fault.text && !strchr(x.fault.text, '\n'));
     }
-    job_drop(x.job);
+    for (int k = 0; k < x.n_choices; k++) job_drop(x.choices[k].job);
+    free(x.choices);
+    tok_text_free(&x.original);
     tok_text_free(&x.body);
     return 0;
 }
