@@ -171,6 +171,7 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
             x->request_id);
         return;
     }
+    if (f->n_prompt && x->api && !strcmp(x->route->path, "/completion")) openai = "exceed_context_size_error";
     put(out, "{'error':{'message':%s,'type':%s,'param':", f->text, openai);
     put_or_null(out, *f->param ? f->param : NULL);
     put(out, ",'code':");
@@ -181,7 +182,7 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
 
 // Refuses a prompt of n tokens that the context has no room for, in the words by which clients know this error.
 static bool refuse_long(Exchange *x, size_t n) {
-    const bool plain = !strcmp(x->route->path, "/v1/completions");
+    const bool plain = !x->api->convert && !strstr(x->route->path, "/chat/");
     const char *what = plain ? "prompt" : "messages", *param = x->api->convert ? "input" : what;
     const int n_ctx = context_size(x->srv);
     x->fault.code = "context_length_exceeded";

@@ -1,7 +1,7 @@
-/* openai.h - the APIs /v1/chat/completions and /v1/completions.
+/* openai.h - the APIs /v1/chat/completions, /v1/completions and llama.cpp's /completion.
  *
  * Uses engine.h, request.h, schedule.h, exchange.h; the caller chat.h [1] (lists of messages). Begin with chat_api.
- *   [1] /v1/chat/completions    [2] /v1/completions */
+ *   [1] /v1/chat/completions    [2] /v1/completions    [3] /completion */
 #ifndef OPENAI_H
 #define OPENAI_H
 
@@ -99,16 +99,21 @@ static void chat_choice(Exchange *x, TokText *out) {
     put(out, ",'finish_reason':%s}", finish_text(job));
 }
 
-// Appends a whole answer, with its choices in order.
-static void put_completion(Exchange *x, TokText *out, const char *object, void (*put_choice)(Exchange *, TokText *)) {
-    put(out, "{");
-    put_head(out, x, object);
-    put(out, ",'choices':[");
+// Appends the choices in order.
+static void put_choices(Exchange *x, TokText *out, void (*put_choice)(Exchange *, TokText *)) {
     for (int i = 0; i < x->n_prompts * x->n_shown; i++) {
         choose(x, i % x->n_shown * x->n_prompts + i / x->n_shown);
         if (i) put(out, ",");
         put_choice(x, out);
     }
+}
+
+// Appends a whole answer.
+static void put_completion(Exchange *x, TokText *out, const char *object, void (*put_choice)(Exchange *, TokText *)) {
+    put(out, "{");
+    put_head(out, x, object);
+    put(out, ",'choices':[");
+    put_choices(x, out, put_choice);
     put(out, "],");
     put_usage(out, x);
     put(out, ",");
@@ -504,6 +509,50 @@ static bool plain_ask(Exchange *x, const Request *r) {
 static const Api plain_api = { "cmpl-", NULL, plain_ask, plain_begin, plain_text, plain_call, plain_end, plain_whole,
                                NULL, NULL };
 
+// ==== [3] /completion ================================================================================================
+// llama.cpp's own form: a request is that of /v1/completions; one answer is an object, several are a list.
+
+static void native_begin(Exchange *x) { (void)x; }
+
+static void native_text(Exchange *x, TokStr thought, TokStr content) {
+    (void)thought;
+    if (content.n)
+        put(&x->out, "data: {'index':%d,'content':%t,'tokens':[],'stop':false}\n\n", x->choice->index, content);
+}
+
+static void put_native(Exchange *x, TokText *out, TokStr content) {
+    const Job *job = x->job;
+    const char *why = is_cut(job) ? "limit" : job->stop ? "word" : "eos";
+    TokText prompt = { 0 };
+    append_ids(x, &prompt, &job->ids, true);
+    put(out, "{'index':%d,'content':%t,'tokens':[],'stop':true,'model':%s,'tokens_predicted':%d,'tokens_evaluated':%d,",
+        x->choice->index, content, x->srv->name, job->turn.made, job->turn.n_prompt);
+    put(out, "'tokens_cached':%d,'prompt':%t,'truncated':false,'stop_type':%s,'stopping_word':%s,", job->cached,
+        text_of(&prompt), why, job->stop ? job->stop : "");
+    put_timings(out, x);
+    put(out, "}");
+    tok_text_free(&prompt);
+}
+
+static void native_end(Exchange *x) {
+    put(&x->out, "data: ");
+    put_native(x, &x->out, str(""));
+    put(&x->out, "\n\n");
+}
+
+static void native_choice(Exchange *x, TokText *out) { put_native(x, out, text_of(&x->job->content)); }
+
+static void native_whole(Exchange *x, TokText *out) {
+    const bool one = x->n_prompts * x->n_shown == 1;
+    put(out, one ? "" : "[");
+    put_choices(x, out, native_choice);
+    put(out, one ? "" : "]");
+}
+
+static const Api native_api = { "cmpl-", NULL, plain_ask, native_begin, native_text, plain_call, native_end,
+                                native_whole, NULL, NULL };
+
+static void route_native(Exchange *x) { complete(x, &native_api); }
 static void route_chat(Exchange *x) { complete(x, &chat_api); }
 static void route_completions(Exchange *x) { complete(x, &plain_api); }
 

@@ -283,6 +283,7 @@ static const Endpoint routes[] = {
     { "GET", "/metrics", route_metrics, false }, { "POST", "/tokenize", route_tokenize, false },
     { "POST", "/detokenize", route_detokenize, false }, { "POST", "/apply-template", route_template, false },
     { "POST", "/v1/chat/completions", route_chat, false }, { "POST", "/v1/completions", route_completions, false },
+    { "POST", "/completion", route_native, false },
     { "POST", "/v1/messages", route_messages, false }, { "POST", "/v1/messages/count_tokens", route_count, false },
     { "POST", "/v1/responses", route_responses, false }, { "POST", "/v1/embeddings", route_embeddings, false },
 };

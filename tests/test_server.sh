@@ -289,6 +289,16 @@ ask /v1/completions '{"prompt":[[2],[2]],"max_tokens":1,"logprobs":1,"echo":true
 ok "/v1/completions: echo: an answer that ends at once is a token too" count_is 2 '"tokens":["<bos>","<|turn>"]'
 ask /v1/completions '{"prompt":"Once","max_tokens":2,"temperature":0,"echo":true}'
 ok "/v1/completions: echo without probabilities" has out '"text":"Once upon a","logprobs":null'
+ask /completion '{"prompt":"Once upon a time","temperature":0,"n_predict":10}'
+ok "/completion: the same text in llama.cpp's form" has out "{\"index\":0,\"content\":\"$continued "
+ok "/completion: why it stopped" grep -q '"stop":true,.*"tokens_predicted":10,"tokens_evaluated":5,.*"stop_type":"limit","stopping_word":""' "$tmp/out"
+text content out >"$tmp/a"
+ask /completion '{"prompt":"Once upon a time","temperature":0,"n_predict":10,"stream":true}' -N
+text content out >"$tmp/b"
+ok "/completion: the same as a stream" same a b
+ok "/completion: which ends in an object with stop" [ "$(grep -c '"stop":true' "$tmp/out")" -eq 1 ]
+ask /completion '{"prompt":["Once upon a time",[2,834]],"temperature":0,"n_predict":10,"stop":[" was"]}'
+ok "/completion: a list of prompts gives a list" grep -q '^\[{"index":0,.*"stop_type":"word","stopping_word":" was".*,{"index":1,.*\]$' "$tmp/out"
 mean() { sed 's/.*"token_logprobs":\[//; s/\].*//' "$tmp/out" | tr ',' '\n' | awk '{ s += $1 } END { printf "%.4f\n", s / NR }'; }
 for seed in 3 4 5 6; do
     ask /v1/completions "{\"prompt\":\"Tom\",\"temperature\":2,\"max_tokens\":5,\"logprobs\":0,\"seed\":$seed}"
@@ -665,6 +675,8 @@ ok "a prompt that is too long: 400" is 400
 ok "it has more than 8192 tokens" [ "${n:-0}" -gt 8192 ]
 ok "with the code that clients know" has out '"param":"prompt","code":"context_length_exceeded","n_prompt_tokens":'"$n"',"n_ctx":8192}}'
 ok "with the text that clients know" has out "This model's maximum context length is 8192 tokens. However, your prompt resulted in $n tokens."
+ask /completion "@$tmp/long"
+ok "/completion: too long: the type that clients of llama.cpp know" has out '"type":"exceed_context_size_error"'
 sed 's/^{"prompt":\(.*\)}$/{"input":\1}/' "$tmp/long" >"$tmp/body"
 ask /v1/responses "@$tmp/body"
 ok "/v1/responses: too long: text, parameter and code" grep -q "maximum context length is 8192 tokens.*\"param\":\"input\",\"code\":\"context_length_exceeded\"" "$tmp/out"
