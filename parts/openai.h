@@ -85,7 +85,7 @@ static void chat_end(Exchange *x) {
 static void chat_choice(Exchange *x, TokText *out) {
     const Job *job = x->job;
     put(out, "{'index':%d,'message':{'role':'assistant','refusal':null,'content':", x->choice->index);
-    if (job->content.n || !job->n_calls) put(out, "%t", text_of(&job->content));
+    if (job->content.n || (!job->n_calls && !x->forced)) put(out, "%t", text_of(&job->content));
     else put(out, "null");
     if (job->thought.n) put(out, ",'reasoning_content':%t", text_of(&job->thought));
     for (int i = 0; i < job->n_calls; i++) {

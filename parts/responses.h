@@ -194,6 +194,10 @@ static void put_request(TokText *out, const Exchange *x) {
         (double)p->temperature, (double)p->top_p, !x->one_call);
 }
 
+static const char *error_code(const Fault *f) {        // these errors always have one
+    return f->code ? f->code : f->status < 500 ? "invalid_prompt" : "server_error";
+}
+
 // Appends the response as an object; it has output and usage when it is complete.
 static void put_response(TokText *out, const Exchange *x, const char *status) {
     const Job *job = x->job;
@@ -202,8 +206,7 @@ static void put_response(TokText *out, const Exchange *x, const char *status) {
         status);
     if (!strcmp(status, "completed")) put(out, ",'completed_at':%z", (size_t)time(NULL));
     else put(out, ",'completed_at':null");
-    if (failed) put(out, ",'error':{'code':%s,'message':%s}", job->fault.code ? job->fault.code : "server_error",
-                    job->fault.text);
+    if (failed) put(out, ",'error':{'code':%s,'message':%s}", error_code(&job->fault), job->fault.text);
     else put(out, ",'error':null");
     put(out, ",'incomplete_details':");
     put(out, !strcmp(status, "incomplete") ? "{'reason':'max_output_tokens'}" : "null");
@@ -337,7 +340,7 @@ static void responses_end(Exchange *x) {
 // The API has two events for an error in a stream; its clients read one or the other.
 static void responses_fail(Exchange *x) {
     const Fault *f = &x->job->fault;
-    const char *code = f->code ? f->code : "server_error", *param = *f->param ? f->param : NULL;
+    const char *code = error_code(f), *param = *f->param ? f->param : NULL;
     event(x, "error");
     put(&x->out, ",'code':%s,'message':%s,'param':", code, f->text);
     put_or_null(&x->out, param);

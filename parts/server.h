@@ -147,7 +147,7 @@ static void route_metrics(Exchange *x) {
            t.prompt_seconds);
     metric(&out, "tokens_generated_total", "counter", "Tokens generated.", (double)t.made);
     metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
-    metric(&out, "requests_running", "gauge", "Requests running.", running);
+    metric(&out, "requests_running", "gauge", "Answers running.", running);
     metric(&out, "requests_waiting", "gauge", "Requests waiting in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", n_slots(srv));
     metric(&out, "connections", "gauge", "Open connections, including this one.", peers);

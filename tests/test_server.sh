@@ -591,6 +591,8 @@ for choice in '"required"' '{"type":"function","function":{"name":"f"}}'; do
     ask $chat "{$short,\"tools\":[$f],\"tool_choice\":$choice,$one_call,\"stream\":true}" -N
     ok "a forced call, streamed: the first delta has no text" grep -q '^data: .*"delta":{"role":"assistant","content":null},' "$tmp/out"
     ok "a forced call, streamed: nor has any other" lacks out '"content":"'
+    ask $chat "{$user,\"tools\":[$f],\"tool_choice\":$choice,\"max_tokens\":1}"
+    ok "a forced call that is cut at once: content is null" has out '"content":null},"logprobs":null,"finish_reason":"length"'
 done
 ask $chat "{$short,\"max_tokens\":1,\"stream\":true}" -N
 ok "a stream of text: the first delta has an empty one" grep -q '^data: .*"delta":{"role":"assistant","content":""},' "$tmp/out"
