@@ -272,10 +272,10 @@ static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logpro
     put(out, "]");
 }
 
-// Probabilities of tokens first .. n - 1 of the content.
+// Probabilities of tokens first .. n - 1 of the content, as a list.
 static void put_likely(TokText *out, const Exchange *x, int first) {
     const Job *job = x->job;
-    put(out, "{'content':[");
+    put(out, "[");
     for (int i = first; i < job->n_likely; i++) {
         const Likely *l = &job->likely[i];
         put(out, i > first ? ",{" : "{");
@@ -288,7 +288,7 @@ static void put_likely(TokText *out, const Exchange *x, int first) {
         }
         put(out, "]}");
     }
-    put(out, "],'refusal':null}");
+    put(out, "]");
 }
 
 static void put_call(TokText *out, const Call *call) {

@@ -16,10 +16,16 @@ static void chunk(Exchange *x) {                       // begins an event of a s
     put(&x->out, ",'choices':[{'index':%d,'delta':{", x->choice->index);
 }
 
+static void put_logprobs(TokText *out, const Exchange *x, int first) {
+    put(out, "{'content':");
+    put_likely(out, x, first);
+    put(out, ",'refusal':null}");
+}
+
 static void put_new_likely(Exchange *x) {              // of tokens that no event has reported yet, if requested
     if (x->job->n_top < 0) return;
     put(&x->out, ",'logprobs':");
-    put_likely(&x->out, x, x->choice->n_likely);
+    put_logprobs(&x->out, x, x->choice->n_likely);
     x->choice->n_likely = x->job->n_likely;
 }
 
@@ -94,7 +100,7 @@ static void chat_choice(Exchange *x, TokText *out) {
         put(out, i + 1 == job->n_calls ? "}]" : "}");
     }
     put(out, "},'logprobs':");
-    if (job->n_top >= 0) put_likely(out, x, 0);
+    if (job->n_top >= 0) put_logprobs(out, x, 0);
     else put(out, "null");
     put(out, ",'finish_reason':%s}", finish_text(job));
 }

@@ -165,7 +165,7 @@ static void put_output(TokText *out, const Exchange *x, int i, bool done) {
 }
 
 // Appends a member of the request, as it was given or as it is if it is not given.
-static void put_asked(TokText *out, const GgufJson *asked, const char *name, const char *otherwise) {
+static void put_given(TokText *out, const GgufJson *asked, const char *name, const char *otherwise) {
     GgufJson v;
     put(out, ",%s:", name);
     if (member(asked, name, &v)) put(out, "%r", raw(&v));
@@ -183,12 +183,12 @@ static void put_request(TokText *out, const Exchange *x) {
     GgufJson reasoning = { .type = GGUF_J_NULL };
     member(&x->asked, "reasoning", &reasoning);
     for (size_t i = 0; i < sizeof members / sizeof *members; i++)
-        put_asked(out, &x->asked, members[i].name, members[i].otherwise);
+        put_given(out, &x->asked, members[i].name, members[i].otherwise);
     put(out, ",'reasoning':{'effort':");
     GgufJson v;
     if (member(&reasoning, "effort", &v)) put(out, "%r", raw(&v));
     else put(out, "null");
-    put_asked(out, &reasoning, "summary", "null");
+    put_given(out, &reasoning, "summary", "null");
     put(out, "},'temperature':%f,'top_p':%f,'top_logprobs':0,'parallel_tool_calls':%b,'previous_response_id':null,"
         "'conversation':null,'prompt':null,'background':false,'service_tier':'default','store':false",
         (double)p->temperature, (double)p->top_p, !x->one_call);
