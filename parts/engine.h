@@ -5,7 +5,7 @@
  * session_open(), session_start() and session_next(): an answer is these four, the last one in a loop.
  *
  * THREADS  One thread uses a model and its sessions. Any thread, and a signal handler, may call session_cancel(). Any
- *          thread may read model_options(), model_shape() and model_path(), which do not change.
+ *          thread may read model_options(), model_shape(), model_size() and model_path(), which do not change.
  * ERRORS   Bad files and options end the process with one line while a model is opened. Later a function that fails
  *          returns false or -1, and session_error() says why.
  *   [1] A model    [2] Drafts    [3] Prompts, answers, events    [4] Sessions
@@ -69,6 +69,8 @@ typedef struct {              // what the file says of the model
     int window;               // tokens that a sliding layer attends to
 } ModelShape;
 
+typedef struct { double bytes, params; const char *type; } ModelSize;       // type: that of most parameters
+
 // Opens a file, checks it, plans and reserves memory. Dies with one line if that fails. dump_dir: see dump.h, or NULL.
 API Model *model_open(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir);
 API void model_close(Model *m);                                      // its sessions are closed before
@@ -78,6 +80,7 @@ API void print_plan(Model *m);                                       // model, m
 
 API const ModelOptions *model_options(const Model *m);               // as the plan has settled them: n_ctx, n_batch
 API ModelShape model_shape(const Model *m);
+API ModelSize model_size(const Model *m);                            // of the weights in its file
 API const char *model_path(const Model *m);
 API const char *model_name(const Model *m);                          // for people; until the next call
 API size_t snapshot_bytes(Model *m);                                 // of a prefix snapshot; 0: a session needs none

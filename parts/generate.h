@@ -182,6 +182,21 @@ static ModelShape model_shape(const Model *m) {
     return (ModelShape){ .vocab = m->config.vocab, .dim = m->config.dim, .window = m->config.n_swa };
 }
 
+static ModelSize model_size(const Model *m) {
+    ModelSize size = { .type = "none" };
+    double of_type[GGUF_N_TYPES] = { 0 }, most = 0;
+    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
+        const GgufTensor *t = &m->gguf.tensors[i];
+        const double n = (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
+        size.bytes += (double)t->size;
+        size.params += n;
+        if ((of_type[t->type] += n) <= most) continue;
+        most = of_type[t->type];
+        size.type = gguf_type_name(t->type);
+    }
+    return size;
+}
+
 static Model *model_open(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir) {
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, path, ops, o, dump_dir);
