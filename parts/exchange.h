@@ -49,6 +49,7 @@ struct Exchange {             // a request and its answer
     size_t      created;               // time() then
     Tokenizer   t;                     // a copy for this thread: see tokenizer.h
     char        id[40];
+    const char *origin;                // Access-Control-Allow-Origin of the answer; NULL: none
     const Api  *api;
     Job        *job;
     bool        include_usage, progress, one_call;
@@ -83,6 +84,21 @@ static void warn(Exchange *x, const char *fmt, ...) {
 
 static bool is_anthropic(const Exchange *x) { return header(x, "anthropic-version"); }
 
+// Ollama's streams are lines of JSON, all others server-sent events.
+static bool is_ollama(const Exchange *x) { return x->route && !strncmp(x->route->path, "/api/", 5); }
+
+// Sends a response and frees it. A web page of x->origin may read all of its headers.
+static void send_response(Exchange *x, int status, struct MHD_Response *r) {
+    MHD_add_response_header(r, "Vary", "Origin");
+    if (x->origin) MHD_add_response_header(r, "Access-Control-Allow-Origin", x->origin);
+    if (x->origin) MHD_add_response_header(r, "Access-Control-Expose-Headers", "*");
+    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
+    x->answered = true;
+    x->status = status;
+    MHD_queue_response(x->connection, (unsigned)status, r);
+    MHD_destroy_response(r);
+}
+
 static void respond(Exchange *x, int status, const char *type, TokText *body) {
     struct MHD_Response *r = MHD_create_response_from_buffer(body->n, body->s, MHD_RESPMEM_MUST_FREE);
     if (!r) die("out of memory for a response");
@@ -92,11 +108,7 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if (status == 405 && x->route) MHD_add_response_header(r, "Allow", x->route->method);
     if (status == 413) MHD_add_response_header(r, "Connection", "close");
-    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
-    x->answered = true;
-    x->status = status;
-    MHD_queue_response(x->connection, (unsigned)status, r);
-    MHD_destroy_response(r);
+    send_response(x, status, r);
     *body = (TokText){ 0 };
 }
 
@@ -107,6 +119,10 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
     };
     const char *type = "invalid_request_error";
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].status == f->status) type = types[i].type;
+    if (is_ollama(x)) {
+        put(out, "{'error':%s}", f->text);
+        return;
+    }
     if (is_anthropic(x) || (x->route && !strncmp(x->route->path, "/v1/messages", 12))) {
         put(out, "{'type':'error','error':{'type':%s,'message':%s}}", type, f->text);
         return;
@@ -119,9 +135,9 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
 }
 
 static void add_event_fault(Exchange *x) {
-    put(&x->out, x->api->convert ? "event: error\ndata: " : "data: ");
+    if (!is_ollama(x)) put(&x->out, x->api->convert ? "event: error\ndata: " : "data: ");
     put_fault(&x->out, x, &x->job->fault);
-    put(&x->out, "\n\n");
+    put(&x->out, is_ollama(x) ? "\n" : "\n\n");
 }
 
 static void respond_fault(Exchange *x) {
@@ -384,10 +400,11 @@ static void next_events(Exchange *x) {
         if (x->out.n) return;
     }
     pthread_mutex_lock(&x->srv->lock);
-    if (!wait_for_news(x)) put(&x->out, ": keep-alive\n\n");
+    const bool idle = !wait_for_news(x);               // then a comment, or text that is empty
+    if (idle && !is_ollama(x)) put(&x->out, ": keep-alive\n\n");
     if (x->progress && job->started && job->run != x->run) put_progress(x);
     const TokStr thought = text_from(&job->thought, x->thought), content = text_from(&job->content, x->content);
-    if (thought.n || content.n) x->api->text(x, thought, content);
+    if (thought.n || content.n || (idle && is_ollama(x))) x->api->text(x, thought, content);
     x->thought = job->thought.n;
     x->content = job->content.n;
     while (x->n_calls < job->n_calls) x->api->call(x, x->n_calls++);
@@ -418,14 +435,11 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max) {
 static void respond_stream(Exchange *x) {
     struct MHD_Response *r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 1 << 14, read_stream, x, NULL);
     if (!r) die("out of memory for a stream");
-    MHD_add_response_header(r, "Content-Type", "text/event-stream; charset=utf-8");
+    MHD_add_response_header(r, "Content-Type", is_ollama(x) ? "application/x-ndjson"
+                                                            : "text/event-stream; charset=utf-8");
     MHD_add_response_header(r, "Cache-Control", "no-store");
     MHD_add_response_header(r, "X-Accel-Buffering", "no");
-    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
-    x->answered = true;
-    x->status = 200;
-    MHD_queue_response(x->connection, 200, r);
-    MHD_destroy_response(r);
+    send_response(x, 200, r);
 }
 
 // Reads the body into a request and the ids of its prompt. False: it is refused.

@@ -253,10 +253,7 @@ static void route_page(Exchange *x) {
     MHD_add_response_header(r, "Referrer-Policy", "no-referrer");
     MHD_add_response_header(r, "Cache-Control", "no-cache");
     MHD_add_response_header(r, "ETag", tag);
-    x->answered = true;
-    x->status = same ? 304 : 200;
-    MHD_queue_response(x->connection, (unsigned)x->status, r);
-    MHD_destroy_response(r);
+    send_response(x, same ? 304 : 200, r);
 }
 
 // ==== [2] HTTP: checks, routes =======================================================================================
