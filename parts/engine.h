@@ -69,7 +69,10 @@ typedef struct {              // what the file says of the model
     int window;               // tokens that a sliding layer attends to
 } ModelShape;
 
-typedef struct { double bytes, params; const char *type; } ModelSize;       // type: that of most parameters
+typedef struct {              // weights in the file
+    double bytes, params, on_device;   // on_device: bytes that the backend keeps itself
+    const char *type;         // that of most parameters
+} ModelSize;
 
 // Opens a file, checks it, plans and reserves memory. Dies with one line if that fails. dump_dir: see dump.h, or NULL.
 API Model *model_open(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir);
@@ -80,7 +83,7 @@ API void print_plan(Model *m);                                       // model, m
 
 API const ModelOptions *model_options(const Model *m);               // as the plan has settled them: n_ctx, n_batch
 API ModelShape model_shape(const Model *m);
-API ModelSize model_size(const Model *m);                            // of the weights in its file
+API ModelSize model_size(const Model *m);
 API const char *model_path(const Model *m);
 API const char *model_name(const Model *m);                          // for people; until the next call
 API size_t snapshot_bytes(Model *m);                                 // of a prefix snapshot; 0: a session needs none

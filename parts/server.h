@@ -2,7 +2,7 @@
  *
  * Requests come in as JSON (request.h), wait in a queue, are answered together by one engine thread (schedule.h), and
  * the answers go out as JSON or as a stream of events (exchange.h) in the form of the API that was called (openai.h,
- * anthropic.h, responses.h).
+ * anthropic.h, responses.h, ollama.h).
  *
  * Uses engine.h, grammar.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of messages)
  * and answer.h (hashes). Begin with serve().
@@ -258,7 +258,11 @@ static void route_page(Exchange *x) {
 
 // ==== [2] HTTP: checks, routes =======================================================================================
 
-static const Endpoint routes[] = {
+static const Endpoint routes[] = {                     // the last one that matches counts
+    { NULL, "/api/", route_ollama_absent, false },
+    { "POST", "/api/chat", route_ollama_chat, false }, { "POST", "/api/generate", route_ollama_generate, false },
+    { "GET", "/api/tags", route_tags, false }, { "GET", "/api/ps", route_ps, false },
+    { "GET", "/api/version", route_version, false }, { "POST", "/api/show", route_show, false },
     { "GET", "/", route_page, true }, { "GET", "/index.html", route_page, true },
     { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
     { "GET", "/v1/models/", route_model, false },
@@ -320,7 +324,7 @@ static void find_route(Exchange *x, const char *method, const char *url) {
 
 static bool check_route(Exchange *x) {
     if (!x->route) return refuse(&x->fault, 404, "", "unknown endpoint; docs/server.md lists them");
-    if (strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
+    if (x->route->method && strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
         return refuse(&x->fault, 405, "", "%s: expected method %s", x->route->path, x->route->method);
     return true;
 }
