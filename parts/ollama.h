@@ -29,15 +29,17 @@ static GgufJson call_id(const GgufJson *call, int message, int k, char text[40])
     return (GgufJson){ GGUF_J_STRING, text, (size_t)n };
 }
 
-// Finds the first call without a result, of this name if one is given. False: there is none.
-static bool next_asked(Asked *asked, const GgufJson *name, GgufJson *id, char text[40]) {
+static bool same_json(const GgufJson *a, const GgufJson *b) { return a->n == b->n && !memcmp(a->s, b->s, a->n); }
+
+// Finds the call with this id; without one, the first that has no result yet, of this name if it is given. False: there
+// is none.
+static bool find_asked(Asked *asked, const GgufJson *id, const GgufJson *name, GgufJson *found, char text[40]) {
     GgufJson rest = asked->calls, call, function, v;
     for (int k = 0; k < 64 && asked->calls.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &call); k++) {
         if (!member(&call, "function", &function) || !member(&function, "name", &v)) continue;
-        if (asked->answered >> k & 1) continue;
-        if (name && (v.n != name->n || memcmp(v.s, name->s, v.n))) continue;
+        *found = call_id(&call, asked->message, k, text);
+        if (id ? !same_json(id, found) : asked->answered >> k & 1 || (name && !same_json(name, &v))) continue;
         asked->answered |= (uint64_t)1 << k;
-        *id = call_id(&call, asked->message, k, text);
         return true;
     }
     return false;
@@ -45,12 +47,13 @@ static bool next_asked(Asked *asked, const GgufJson *name, GgufJson *id, char te
 
 // Appends which call a result belongs to: by its id, by the name of its function, or by its place.
 static void put_result_of(TokText *out, const GgufJson *m, Asked *asked) {
-    GgufJson id, name;
+    GgufJson id, name, found;
     char text[40];
     const bool named = member(m, "tool_name", &name) || member(m, "name", &name);
+    const bool by_id = member(m, "tool_call_id", &id) && find_asked(asked, &id, NULL, &found, text);
     if (named) put(out, ",'name':%r", raw(&name));
-    if (member(m, "tool_call_id", &id) || next_asked(asked, named ? &name : NULL, &id, text))
-        put(out, ",'tool_call_id':%r", raw(&id));
+    if (by_id || find_asked(asked, NULL, named ? &name : NULL, &found, text))
+        put(out, ",'tool_call_id':%r", raw(&found));
 }
 
 static bool put_asked(Exchange *x, TokText *out, const Asked *asked) {

@@ -149,6 +149,8 @@ want=$(text content) prompt=$(number prompt_tokens)
 both="{\"role\":\"assistant\",\"content\":\"\",\"tool_calls\":[{\"function\":{\"name\":\"get_weather\",\"arguments\":{\"city\":\"Paris\"}}},{\"function\":{\"name\":\"get_time\",\"arguments\":{}}}]}"
 ask /api/chat "{\"messages\":[$asked,$both,{\"role\":\"tool\",\"tool_name\":\"get_time\",\"content\":\"noon\"},{\"role\":\"tool\",\"content\":\"sunny\"}],$tools,$greedy}"
 ok "results by name and by place" [ "$(text content) $(number prompt_eval_count)" = "$want $prompt" ]
+ask /api/chat "{\"messages\":[$asked,$(echo "$both" | sed 's/{"function":{"name":"get_time"/{"id":"t","function":{"name":"get_time"/'),{\"role\":\"tool\",\"tool_call_id\":\"t\",\"content\":\"noon\"},{\"role\":\"tool\",\"tool_call_id\":\"u\",\"content\":\"sunny\"}],$tools,$greedy}"
+ok "results by id, and one whose id no call has" [ "$(text content) $(number prompt_eval_count)" = "$want $prompt" ]
 
 # ---- load, unload, errors ----------------------------------------------------------------
 ask /api/generate '{"model":"gemma4-mini-q8_0"}'
