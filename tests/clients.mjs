@@ -247,6 +247,45 @@ async function ollama(text) {
   await fails("ollama: a wrong key", 401, "key", new Ollama({ host: url }).chat({ model, messages: story }));
 }
 
+// Other clients of Ollama's API, if they are installed.
+async function ollamaOthers(text) {
+  const get = (name) => { try { return require(name); } catch { return null; } };
+  const headers = { Authorization: `Bearer ${apiKey}` }, question = story[0].content;
+  const langchain = get("@langchain/ollama"), ai = get("ai"), provider = get("ollama-ai-provider-v2");
+  if (langchain) {
+    const { HumanMessage, ToolMessage } = require("@langchain/core/messages");
+    const chat = new langchain.ChatOllama({ baseUrl: url, model: "any", headers, temperature: 0, numPredict: 30 });
+    const plain = await chat.invoke(question);
+    ok("@langchain/ollama: plain", plain.content === text && plain.usage_metadata.output_tokens === 30, plain);
+    let streamed = "";
+    for await (const part of await chat.stream(question)) streamed += part.content;
+    ok("@langchain/ollama: a stream", streamed === text, streamed);
+    const bound = chat.bindTools([{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: schema } }]);
+    const asked = new HumanMessage(weather[0].content), called = await bound.invoke([asked]), call = called.tool_calls[0];
+    ok("@langchain/ollama: a tool call", call?.args.city === "Paris", called);
+    const answer = await bound.invoke([asked, called, new ToolMessage({ content: "sunny", tool_call_id: call?.id, name: "get_weather" })]);
+    ok("@langchain/ollama: the answer to its result", answer.content.includes("Paris"), answer);
+    const formed = await chat.withStructuredOutput(oneCity, { method: "jsonSchema" }).invoke(question);
+    ok("@langchain/ollama: structured output", formed.city === "Paris", formed);
+  }
+  if (ai && provider) {
+    const options = { temperature: 0 };                // which it sends where Ollama does not read it
+    const sent = (at, init) => fetch(at, { ...init, body: JSON.stringify({ ...JSON.parse(init.body), options }) });
+    const model = provider.createOllama({ baseURL: `${url}/api`, headers, fetch: sent })("any");
+    const inputSchema = ai.jsonSchema(oneCity), tools = { get_weather: ai.tool({ description: "Weather of a city", inputSchema, execute: () => "sunny" }) };
+    const run = await ai.generateText({ model, prompt: weather[0].content, tools, stopWhen: ai.stepCountIs(2) });
+    ok("ollama-ai-provider-v2: a tool call", run.steps[0].toolCalls[0]?.input.city === "Paris", run.steps);
+    ok("ollama-ai-provider-v2: the answer to its result", run.text.includes("Paris"), run.steps);
+    const stream = ai.streamText({ model, prompt: question });
+    let streamed = "";
+    for await (const part of stream.textStream) streamed += part;
+    ok("ollama-ai-provider-v2: a stream", streamed.startsWith(text) && (await stream.usage).outputTokens > 30, streamed);
+    const formed = await ai.generateObject({ model, prompt: question, schema: inputSchema });
+    ok("ollama-ai-provider-v2: an object", formed.object.city === "Paris", formed.object);
+  }
+  if (!langchain || !ai || !provider) console.log("# not installed: @langchain/ollama, ai or ollama-ai-provider-v2");
+}
+
 // What is sent over a connection, and everything that comes back until it closes; leave: how it is left.
 function raw(bytes, leave) {
   return new Promise((resolve) => {
@@ -289,6 +328,7 @@ try {
   const text = await openai();
   await anthropic(text);
   await ollama(text);
+  await ollamaOthers(text);
   await http();
 }
 catch (e) { ok("no exception", false, e.stack); }
