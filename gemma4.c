@@ -988,6 +988,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/dialects.h"
 #include "parts/anthropic.h"
 #include "parts/responses.h"
+#include "parts/ollama.h"
 #include "parts/server.h"
 #ifndef TESTING
 #include "parts/cli.h"

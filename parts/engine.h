@@ -72,7 +72,10 @@ typedef struct {              // what the file says of the model
     int trained;              // tokens of the longest text that it was trained with
 } ModelShape;
 
-typedef struct { double bytes, params; const char *type; } ModelSize;       // type: that of most parameters
+typedef struct {              // weights in the file
+    double bytes, params, on_device;   // on_device: bytes that the backend keeps itself
+    const char *type;         // that of most parameters
+} ModelSize;
 
 // Opens a file, checks it, plans and reserves memory. Dies with one line if that fails. dump_dir: see dump.h, or NULL.
 API Model *model_open(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir);
@@ -83,7 +86,7 @@ API void print_plan(Model *m);                                       // model, m
 
 API const ModelOptions *model_options(const Model *m);               // as the plan has settled them: n_ctx, n_batch
 API ModelShape model_shape(const Model *m);
-API ModelSize model_size(const Model *m);                            // of the weights in its file
+API ModelSize model_size(const Model *m);
 API const char *model_path(const Model *m);
 API TokStr model_template(Model *m);                                 // Jinja source of the chat template; or none
 API const char *model_name(const Model *m);                          // for people; until the next call

@@ -32,7 +32,7 @@ typedef struct {              // the form of an endpoint
 } Api;
 
 typedef struct Endpoint {
-    const char *method, *path;         // a path that ends in / matches all that begin with it, except /
+    const char *method, *path;         // method NULL: any; a path that ends in / matches all that begin with it, but /
     void (*answer)(Exchange *x);
     bool open;                // needs no key
 } Endpoint;

@@ -189,7 +189,7 @@ static TokStr model_template(Model *m) {
 }
 
 static ModelSize model_size(const Model *m) {
-    ModelSize size = { .type = "none" };
+    ModelSize size = { .on_device = (double)m->plan.weights, .type = "none" };
     double of_type[GGUF_N_TYPES] = { 0 }, most = 0;
     for (size_t i = 0; i < m->gguf.n_tensors; i++) {
         const GgufTensor *t = &m->gguf.tensors[i];

@@ -10,6 +10,8 @@
 typedef struct {
     const char *host, *alias;          // address to listen on; name of the model, NULL: its file name
     const char *api_key;               // NULL: no key is needed
+    TextList    origins;               // of web pages that may use the API; *: of all
+    const char *public_url;            // where a proxy offers the server, or NULL
     int         port, max_queue, timeout;          // 0: any free port; jobs that wait; seconds for one answer
     size_t      max_body;              // bytes of a request
     int         n_predict, think_budget;           // if the request does not say

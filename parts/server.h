@@ -2,7 +2,7 @@
  *
  * Requests come in as JSON (request.h), wait in a queue, are answered together by one engine thread (schedule.h), and
  * the answers go out as JSON or as a stream of events (exchange.h) in the form of the API that was called (openai.h,
- * anthropic.h, responses.h).
+ * anthropic.h, responses.h, ollama.h).
  *
  * Uses engine.h, grammar.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of messages)
  * and answer.h (hashes). Begin with serve().
@@ -17,9 +17,11 @@ static void need_http(void) {
     die("serve: this build has no HTTP support: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel "
         "(Fedora) or libmicrohttpd (Arch, Homebrew) and pkg-config, then run make again");
 }
+static void check_origins(const ServeOptions *o) { (void)o; }
 static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (void)t, (void)o; }
 #else
 #include <arpa/inet.h>
+#include <ctype.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
 
@@ -275,7 +277,11 @@ static void route_options(Exchange *x) {               // the header Allow says 
     respond(x, 204, "text/plain", &none);
 }
 
-static const Endpoint routes[] = {
+static const Endpoint routes[] = {                     // the last one that matches counts
+    { NULL, "/api/", route_ollama_absent, false },
+    { "POST", "/api/chat", route_ollama_chat, false }, { "POST", "/api/generate", route_ollama_generate, false },
+    { "GET", "/api/tags", route_tags, false }, { "GET", "/api/ps", route_ps, false },
+    { "GET", "/api/version", route_version, false }, { "POST", "/api/show", route_show, false },
     { "GET", "/", route_page, true }, { "GET", "/index.html", route_page, true },
     { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
     { "GET", "/v1/models/", route_model, false },
@@ -288,14 +294,105 @@ static const Endpoint routes[] = {
     { "POST", "/v1/responses", route_responses, false }, { "POST", "/v1/embeddings", route_embeddings, false },
 };
 
-// True for names of this machine's loopback and for the name given to listen at, with or without a port.
-static bool is_local_name(const char *host, const char *own) {
-    const char *const names[] = { "localhost", "127.0.0.1", "[::1]", own };
+typedef struct { char scheme[32], host[256]; int port; } Origin;     // in lower case; port 0: the scheme's own
+
+// Reads the origin that a URL begins with: scheme://host, perhaps with a port. Returns the rest; NULL: it has none.
+static const char *read_origin(const char *url, Origin *o) {
+    static const char letters[] = "_.-+0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+    const size_t n = strspn(url, letters);
+    const char *host = url + n + 3;
+    if (!n || n >= sizeof o->scheme || strncmp(url + n, "://", 3)) return NULL;
+    const size_t n_host = *host == '[' ? strcspn(host, "]") + 1 : strspn(host, letters);
+    if (!n_host || n_host >= sizeof o->host || strnlen(host, n_host) < n_host) return NULL;
+    *o = (Origin){ .port = 0 };
+    for (size_t i = 0; i < n; i++) o->scheme[i] = (char)tolower((unsigned char)url[i]);
+    for (size_t i = 0; i < n_host; i++) o->host[i] = (char)tolower((unsigned char)host[i]);
+    const char *rest = host + n_host;
+    if (*rest == ':') {
+        char *end;
+        const long port = rest[1] >= '0' && rest[1] <= '9' ? strtol(rest + 1, &end, 10) : 0;
+        if (port < 1 || port > 65535) return NULL;
+        o->port = (port == 80 && !strcmp(o->scheme, "http")) || (port == 443 && !strcmp(o->scheme, "https")) ? 0
+                : (int)port;
+        rest = end;
+    }
+    return *rest && *rest != '/' ? NULL : rest;
+}
+
+static bool is_any(const char *origin) { return !strcmp(origin, "*"); }
+static bool is_web(const Origin *o) { return !strcmp(o->scheme, "http") || !strcmp(o->scheme, "https"); }
+
+// Dies if --allow-origin or --public-url is no address of its kind.
+static void check_origins(const ServeOptions *o) {
+    Origin origin;
+    for (int i = 0; i < o->origins.n; i++) {
+        const char *text = o->origins.text[i], *rest = read_origin(text, &origin);
+        if (!is_any(text) && (!rest || (*rest && strcmp(rest, "/"))))
+            die("--allow-origin: expected an origin, https://app.example or app://obsidian.md or *, got '%s'", text);
+    }
+    const char *rest = o->public_url ? read_origin(o->public_url, &origin) : "";
+    if (!rest || strpbrk(rest, "?#") || (o->public_url && !is_web(&origin)))
+        die("--public-url: expected a URL such as https://chat.example or https://example.org/gemma, got '%s'",
+            o->public_url);
+}
+
+static bool is_origin(const Origin *a, const char *url) {
+    Origin b;
+    return url && read_origin(url, &b) && a->port == b.port && !strcmp(a->scheme, b.scheme) && !strcmp(a->host, b.host);
+}
+
+// True for names of this machine's loopback, the name given to listen at, and that of the public address, with or
+// without a port.
+static bool is_own_name(const char *host, const ServeOptions *o) {
+    Origin public = { .host = "localhost" };
+    if (o->public_url) read_origin(o->public_url, &public);
+    const char *const names[] = { "localhost", "127.0.0.1", "[::1]", o->host, public.host };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         const size_t n = strlen(names[i]);
         if (!strncasecmp(host, names[i], n) && (!host[n] || host[n] == ':')) return true;
     }
     return false;
+}
+
+// Admits the web page that sends the request, if there is one. It must be of this server, at the address that the
+// request names or at the public one, or of an origin that the options allow; then it may read the answer.
+static bool check_origin(Exchange *x, const char *host) {
+    const ServeOptions *o = &x->srv->o;
+    const char *text = header(x, "Origin");
+    Origin origin;
+    if (!text) return true;
+    const char *rest = read_origin(text, &origin);
+    const bool known = rest && !*rest;
+    if (known && host && is_web(&origin)) {
+        char own[400];
+        snprintf(own, sizeof own, "%s://%.300s", origin.scheme, host);
+        if (is_origin(&origin, own)) return true;
+    }
+    if (known && is_origin(&origin, o->public_url)) return true;
+    for (int i = 0; i < o->origins.n && !x->origin; i++) {
+        if (is_any(o->origins.text[i])) x->origin = "*";
+        else if (known && is_origin(&origin, o->origins.text[i])) x->origin = text;
+    }
+    if (x->origin) return true;
+    return refuse(&x->fault, 403, "", "Origin: web pages of %.100s may not use this server; to allow them, start it "
+                  "with --allow-origin %.100s, or with --public-url if that is where a proxy offers it", text, text);
+}
+
+static bool is_preflight(const Exchange *x) {
+    return !strcmp(x->method, "OPTIONS") && header(x, "Origin") && header(x, "Access-Control-Request-Method");
+}
+
+// Answers the question of a browser whether a page that was admitted may send a request, which comes later.
+static void route_preflight(Exchange *x) {
+    const char *headers = header(x, "Access-Control-Request-Headers");
+    struct MHD_Response *r = MHD_create_response_from_buffer(0, (void *)"", MHD_RESPMEM_PERSISTENT);
+    if (!r) die("out of memory for a response");
+    MHD_add_response_header(r, "Access-Control-Allow-Methods", "GET, HEAD, POST, DELETE");
+    if (headers) MHD_add_response_header(r, "Access-Control-Allow-Headers", headers);
+    if (header(x, "Access-Control-Request-Private-Network"))
+        MHD_add_response_header(r, "Access-Control-Allow-Private-Network", "true");
+    MHD_add_response_header(r, "Access-Control-Max-Age", "7200");
+    send_response(x, 204, r);
 }
 
 static bool same_key(const char *a, const char *b) {   // its time does not depend on where they differ
@@ -306,16 +403,12 @@ static bool same_key(const char *a, const char *b) {   // its time does not depe
 }
 
 // Admits a request. On a loopback address the Host header has to name it, which keeps out web pages whose name points
-// to it (DNS rebinding); web pages have to be of our own origin; the key has to be right.
+// to it (DNS rebinding); web pages have to be admitted; the key has to be right.
 static bool check_caller(Exchange *x) {
-    const char *host = header(x, "Host"), *origin = header(x, "Origin"), *key = x->srv->o.api_key;
-    if (x->srv->loopback && !(host && is_local_name(host, x->srv->o.host)))
-        return refuse(&x->fault, 403, "", "Host: expected localhost or a loopback address");
-    if (origin) {
-        const char *at = strstr(origin, "://");
-        if (!at || !host || strcasecmp(at + 3, host))
-            return refuse(&x->fault, 403, "", "Origin: expected none or the address of this server");
-    }
+    const char *host = header(x, "Host"), *key = x->srv->o.api_key;
+    if (x->srv->loopback && !(host && is_own_name(host, &x->srv->o)))
+        return refuse(&x->fault, 403, "", "Host: expected localhost, a loopback address or the host of --public-url");
+    if (!check_origin(x, host)) return false;
     if (!key || (x->route && x->route->open)) return true;
     const char *bearer = header(x, "Authorization"), *other = header(x, "x-api-key");
     if (bearer && !strncasecmp(bearer, "Bearer ", 7) && same_key(bearer + 7, key)) return true;
@@ -343,12 +436,17 @@ static void find_route(Exchange *x, const char *method, const char *url) {
     }
 }
 
+// True for OPTIONS, unless the route takes this method itself.
+static bool asks_for_methods(const Exchange *x) {
+    return !strcmp(x->method, "OPTIONS") && x->route->method && strcmp(x->route->method, "OPTIONS");
+}
+
 static bool check_route(Exchange *x, const char *url) {
     if (!x->route)
         return refuse(&x->fault, 404, "", "%s %.100s: this server has no such endpoint; docs/server.md lists them all",
                       x->method, url);
-    if (!strcmp(x->method, "OPTIONS")) return true;
-    if (strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
+    if (asks_for_methods(x)) return true;
+    if (x->route->method && strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
         return refuse(&x->fault, 405, "", "%s: expected method %s", x->route->path, x->route->method);
     return true;
 }
@@ -382,6 +480,8 @@ static void set_quiet(struct MHD_Connection *connection, double since) {
     if (info && info->socket_context) ((Peer *)info->socket_context)->quiet = since;
 }
 
+static const Endpoint preflight = { "OPTIONS", "preflight", route_preflight, true };     // it carries no key
+
 static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url) {
     Exchange *x = alloc_or_die(1, sizeof *x);
     *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .created = (size_t)time(NULL),
@@ -392,6 +492,7 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     pthread_mutex_unlock(&srv->lock);
     new_id(srv, "req_", x->request_id);
     find_route(x, method, url);
+    if (is_preflight(x)) x->route = &preflight;
     if (check_caller(x)) check_route(x, url);          // others do not learn which paths exist
     const char *length = header(x, "Content-Length");
     if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
@@ -430,7 +531,7 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
         refuse_large(x);
         return MHD_YES;
     }
-    if (!x->fault.status) (strcmp(x->method, "OPTIONS") ? x->route->answer : route_options)(x);
+    if (!x->fault.status) (asks_for_methods(x) ? route_options : x->route->answer)(x);
     if (!x->answered) respond_fault(x);
     return MHD_YES;
 }
@@ -510,6 +611,9 @@ static int listen_at(Server *srv) {
     srv->loopback = is_loopback((struct sockaddr *)&bound);
     if (!srv->loopback && !o->api_key)
         fprintf(stderr, "# warning: --host %s is open to the network and no --api-key is set\n", host);
+    if (o->public_url) fprintf(stderr, "# public address: %s\n", o->public_url);
+    for (int i = 0; i < o->origins.n; i++)
+        if (is_any(o->origins.text[i])) fprintf(stderr, "# warning: --allow-origin *: any web page may use the API\n");
     fprintf(stderr, strchr(host, ':') ? "# serving at http://[%s]:%s\n" : "# serving at http://%s:%s\n", host, port);
     return fd;
 }

@@ -1,11 +1,12 @@
-// clients.mjs - the official clients of OpenAI and Anthropic drive the server: node clients.mjs URL KEY, with both packages in a
-// folder node_modules above. test_clients.sh runs it. Prints a line for each case that fails and a summary at the end.
+// clients.mjs - the official clients of OpenAI, Anthropic and Ollama drive the server: node clients.mjs URL KEY FOLDER, with the
+// packages in node_modules of that folder. test_clients.sh runs it. Prints a line for each case that fails and a summary at the end.
 import { createRequire } from "node:module";
 import net from "node:net";
 import path from "node:path";
 const require = createRequire(path.resolve(process.argv[4], "x"));
 const { OpenAI } = require("openai");
 const Anthropic = require("@anthropic-ai/sdk").default ?? require("@anthropic-ai/sdk");
+const { Ollama } = require("ollama");
 const [url, apiKey] = process.argv.slice(2, 4);
 let passed = 0, failed = 0;
 
@@ -214,6 +215,95 @@ async function anthropic(text) {
   await untilIdle("anthropic: a stream that is left ends");
 }
 
+async function ollama(text) {
+  const client = new Ollama({ host: url, headers: { Authorization: `Bearer ${apiKey}` } });
+  const options = { temperature: 0, num_predict: 30 };
+  const tools = [{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: schema } }];
+  const fails = (name, status, word, promise) => promise.then((r) => ok(name, false, r), (e) => ok(name, e.status_code === status &&
+    e.name === "ResponseError" && e.message.includes(word), `${e.status_code} ${e.message}`));
+  const model = (await client.list()).models[0].name;
+  const shown = await client.show({ model });
+  ok("ollama: show", ["completion", "tools", "thinking"].every((x) => shown.capabilities.includes(x)) &&
+     shown.model_info[`${shown.model_info["general.architecture"]}.context_length`] === 8192, shown);
+  ok("ollama: ps", (await client.ps()).models[0].context_length === 8192);
+  ok("ollama: version", /^\d+\.\d+\.\d+$/.test((await client.version()).version));
+  const plain = await client.chat({ model, messages: story, options });
+  ok("ollama: plain", plain.message.content === text && plain.done_reason === "length" && plain.eval_count === 30, plain);
+  let streamed = "", last = null;
+  for await (const part of await client.chat({ model, messages: story, options, stream: true })) {
+    streamed += part.message.content;
+    last = part;
+  }
+  ok("ollama: a stream holds the same text", streamed === text && last.done && last.eval_count === 30, last);
+  const made = await client.generate({ model, prompt: story[0].content, options });
+  ok("ollama: generate", made.response === text && made.context.length > 40, made);
+  let pieces = "";
+  for await (const part of await client.generate({ model, prompt: story[0].content, options, stream: true })) pieces += part.response;
+  ok("ollama: generate, streamed", pieces === text, pieces);
+  const called = await client.chat({ model, messages: weather, tools, options });
+  ok("ollama: a tool call", called.message.tool_calls?.[0].function.arguments.city === "Paris", called);
+  const answer = await client.chat({ model, tools, options,
+    messages: [...weather, called.message, { role: "tool", tool_name: "get_weather", content: "sunny" }] });
+  ok("ollama: the answer to its result", answer.message.content.includes("Paris"), answer);
+  // as zod 4 writes it
+  const format = { $schema: "https://json-schema.org/draft/2020-12/schema", ...oneCity };
+  const formed = await client.chat({ model, messages: story, format, options: { temperature: 0 } });
+  ok("ollama: format", JSON.parse(formed.message.content).city === "Paris", formed);
+  const thought = await client.chat({ model, messages: story, think: true, options });
+  ok("ollama: think", thought.message.thinking.length > 10 && thought.message.content.length > 0, thought);
+  let n = 0;
+  const endless = await client.chat({ model, messages: long, options: { num_predict: -1, temperature: 2 }, stream: true });
+  const left = await (async () => { for await (const part of endless) if (part && ++n === 3) client.abort(); })().catch((e) => e);
+  ok("ollama: abort", n >= 3 && (!left || left.name === "AbortError"), left);
+  await untilIdle("ollama: a stream that is aborted ends");
+  await fails("ollama: an unknown model", 404, "not found", client.show({ model: "none" }));
+  await fails("ollama: embed", 400, "embeddings", client.embed({ model, input: "a" }));
+  await fails("ollama: pull", 400, "not supported", client.pull({ model, stream: true }));
+  await fails("ollama: delete", 400, "not supported", client.delete({ model }));
+  await fails("ollama: an image", 400, "images", client.chat({ model, messages: [{ role: "user", content: "a", images: ["aGk="] }] }));
+  await fails("ollama: a prompt that is too long", 400, "8192", client.chat({ model, messages: tooLong, stream: true }));
+  await fails("ollama: a wrong key", 401, "key", new Ollama({ host: url }).chat({ model, messages: story }));
+}
+
+// Other clients of Ollama's API, if they are installed.
+async function ollamaOthers(text) {
+  const get = (name) => { try { return require(name); } catch { return null; } };
+  const headers = { Authorization: `Bearer ${apiKey}` }, question = story[0].content;
+  const langchain = get("@langchain/ollama"), ai = get("ai"), provider = get("ollama-ai-provider-v2");
+  if (langchain) {
+    const { HumanMessage, ToolMessage } = require("@langchain/core/messages");
+    const chat = new langchain.ChatOllama({ baseUrl: url, model: "any", headers, temperature: 0, numPredict: 30 });
+    const plain = await chat.invoke(question);
+    ok("@langchain/ollama: plain", plain.content === text && plain.usage_metadata.output_tokens === 30, plain);
+    let streamed = "";
+    for await (const part of await chat.stream(question)) streamed += part.content;
+    ok("@langchain/ollama: a stream", streamed === text, streamed);
+    const bound = chat.bindTools([{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: schema } }]);
+    const asked = new HumanMessage(weather[0].content), called = await bound.invoke([asked]), call = called.tool_calls[0];
+    ok("@langchain/ollama: a tool call", call?.args.city === "Paris", called);
+    const answer = await bound.invoke([asked, called, new ToolMessage({ content: "sunny", tool_call_id: call?.id, name: "get_weather" })]);
+    ok("@langchain/ollama: the answer to its result", answer.content.includes("Paris"), answer);
+    const formed = await chat.withStructuredOutput(oneCity, { method: "jsonSchema" }).invoke(question);
+    ok("@langchain/ollama: structured output", formed.city === "Paris", formed);
+  }
+  if (ai && provider) {
+    const options = { temperature: 0 };                // which it sends where Ollama does not read it
+    const sent = (at, init) => fetch(at, { ...init, body: JSON.stringify({ ...JSON.parse(init.body), options }) });
+    const model = provider.createOllama({ baseURL: `${url}/api`, headers, fetch: sent })("any");
+    const inputSchema = ai.jsonSchema(oneCity), tools = { get_weather: ai.tool({ description: "Weather of a city", inputSchema, execute: () => "sunny" }) };
+    const run = await ai.generateText({ model, prompt: weather[0].content, tools, stopWhen: ai.stepCountIs(2) });
+    ok("ollama-ai-provider-v2: a tool call", run.steps[0].toolCalls[0]?.input.city === "Paris", run.steps);
+    ok("ollama-ai-provider-v2: the answer to its result", run.text.includes("Paris"), run.steps);
+    const stream = ai.streamText({ model, prompt: question });
+    let streamed = "";
+    for await (const part of stream.textStream) streamed += part;
+    ok("ollama-ai-provider-v2: a stream", streamed.startsWith(text) && (await stream.usage).outputTokens > 30, streamed);
+    const formed = await ai.generateObject({ model, prompt: question, schema: inputSchema });
+    ok("ollama-ai-provider-v2: an object", formed.object.city === "Paris", formed.object);
+  }
+  if (!langchain || !ai || !provider) console.log("# not installed: @langchain/ollama, ai or ollama-ai-provider-v2");
+}
+
 // What is sent over a connection, and everything that comes back until it closes; leave: how it is left.
 function raw(bytes, leave) {
   return new Promise((resolve) => {
@@ -253,7 +343,10 @@ async function http() {
 }
 
 try {
-  await anthropic(await openai());
+  const text = await openai();
+  await anthropic(text);
+  await ollama(text);
+  await ollamaOthers(text);
   await http();
 }
 catch (e) { ok("no exception", false, e.stack); }

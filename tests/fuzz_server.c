@@ -19,6 +19,7 @@ static void set_up(void) {
     m.options.n_seqs = 1;
     srv = (Server){ .m = &m, .t = &t, .o = { .max_queue = 1, .timeout = 1, .n_predict = -1, .think_budget = -1 },
                     .lock = PTHREAD_MUTEX_INITIALIZER, .replays = alloc_or_die(REPLAYS, sizeof(Replay)) };
+    NEED(grammar_vocab_init(&srv.vocab, &t));
 }
 
 // Stores the call "i": the model called f with the argument a, written with a space or without.
@@ -32,11 +33,12 @@ static void write_call(bool space) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
-    static const Api *const apis[] = { &chat_api, &plain_api, &messages_api, &responses_api };
+    static const Api *const apis[] = { &chat_api, &plain_api, &messages_api, &responses_api,
+                                       &ollama_chat_api, &ollama_generate_api, &ollama_raw_api, &chat_api };
     if (!t.n_tokens) set_up();
     if (!size) return 0;
     write_call(bytes[0] & 4);
-    const Api *api = apis[bytes[0] % 4];
+    const Api *api = apis[(bytes[0] & 3) + (bytes[0] & 8 ? 4 : 0)];
     Request r;
     Exchange x = { .srv = &srv, .t = t, .api = api };
     append(&x.body, (const char *)bytes + 1, size - 1);

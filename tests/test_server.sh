@@ -1141,7 +1141,7 @@ if [ -n "$nginx" ]; then
         ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stream\":true}" -N -H "X-Session-Id: $k"
     done
     text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
-    ok "a stream comes through it" same plain a
+    ok "a stream comes through it" same cli a
     n_one=$(grep -c '"path":"/v1/chat' "$tmp/one.log") n_two=$(grep -c '"path":"/v1/chat' "$tmp/two.log")
     ok "each conversation goes to one server" [ $((n_one + n_two + n_one % 2)) -eq 12 ]
     for k in $(seq 24); do get /props -H "X-Session-Id: $k"; done
