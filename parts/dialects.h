@@ -63,17 +63,22 @@ static bool put_content(Exchange *x, TokText *out, const GgufJson *content, cons
 }
 
 // Appends the tools, whose parameters have another name in each API. Tools that the server itself would have to run are
-// refused.
+// left out with a warning.
 static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const char *type, const char *parameters) {
     GgufJson rest, tool, v;
     if (!member(root, "tools", &rest)) return true;
     if (rest.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "tools", "tools: expected a list");
     put(out, ",'tools':[");
+    int n = 0;
     for (int i = 0; gguf_json_next(&rest, NULL, &tool); i++) {
-        const bool ours = !member(&tool, "type", &v) || gguf_json_is(&v, type);
-        if (tool.type != GGUF_J_OBJECT || !ours || !member(&tool, "name", &v))
+        if (member(&tool, "type", &v) && v.type == GGUF_J_STRING && !gguf_json_is(&v, type)) {
+            warn(x, "tools[%d] %.*s: left out, this server does not run it", i, (int)v.n - 2, v.s + 1);
+            continue;
+        }
+        if (!member(&tool, "name", &v))
             return refuse(&x->fault, 400, "tools", "tools[%d]: expected a function with a name", i);
-        put(out, i ? ",{'type':'function','function':{'name':%r" : "{'type':'function','function':{'name':%r", raw(&v));
+        put(out, n++ ? ",{'type':'function','function':{'name':%r" : "{'type':'function','function':{'name':%r",
+            raw(&v));
         take_member(out, &tool, "description", "description");
         take_member(out, &tool, parameters, "parameters");
         put(out, "}}");

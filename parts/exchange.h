@@ -43,6 +43,7 @@ struct Exchange {             // a request and its answer
     TokText     body;
     bool        too_large, answered;
     Fault       fault;
+    char        warnings[1024];        // for the client and the log: see warn()
     int         status;
     double      started;               // seconds()
     size_t      created;               // time() then
@@ -65,6 +66,21 @@ static const char *header(const Exchange *x, const char *name) {
     return MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, name);
 }
 
+// Adds a warning: the client gets it in the header x-gemma4-warning, the log in the line of the request. Each text is
+// added once. Bytes that a header may not have become '?'; what exceeds the size is left out.
+__attribute__((format(printf, 2, 3)))
+static void warn(Exchange *x, const char *fmt, ...) {
+    char text[256];
+    const size_t n = strlen(x->warnings);
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    for (char *c = text; *c; c++) if (*c < ' ' || *c > '~') *c = '?';
+    if (strstr(x->warnings, text) || n + strlen(text) + 3 > sizeof x->warnings) return;
+    snprintf(x->warnings + n, sizeof x->warnings - n, n ? "; %s" : "%s", text);
+}
+
 static bool is_anthropic(const Exchange *x) { return header(x, "anthropic-version"); }
 
 static void respond(Exchange *x, int status, const char *type, TokText *body) {
@@ -76,6 +92,7 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if (status == 405 && x->route) MHD_add_response_header(r, "Allow", x->route->method);
     if (status == 413) MHD_add_response_header(r, "Connection", "close");
+    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
     x->answered = true;
     x->status = status;
     MHD_queue_response(x->connection, (unsigned)status, r);
@@ -404,6 +421,7 @@ static void respond_stream(Exchange *x) {
     MHD_add_response_header(r, "Content-Type", "text/event-stream; charset=utf-8");
     MHD_add_response_header(r, "Cache-Control", "no-store");
     MHD_add_response_header(r, "X-Accel-Buffering", "no");
+    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
     x->answered = true;
     x->status = 200;
     MHD_queue_response(x->connection, 200, r);
