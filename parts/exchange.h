@@ -20,7 +20,7 @@ typedef struct Exchange Exchange;
 typedef struct {              // the form of an endpoint
     const char *prefix;       // of ids
     bool (*convert)(Exchange *x, TokText *out);        // rewrites the body as a chat's; NULL: it is one
-    bool (*ask)(Exchange *x, const Request *r);        // makes the prompt. False: it is refused
+    bool (*ask)(Exchange *x, Request *r);              // makes the prompt. False: it is refused
     void (*begin)(Exchange *x);                        // a stream: its beginning
     void (*text)(Exchange *x, TokStr thought, TokStr content);
     void (*call)(Exchange *x, int i);
@@ -41,6 +41,11 @@ struct Exchange {             // a request and its answer
     const Endpoint *route;             // NULL: there is none
     char        rest[256];             // of the path, after a route that takes a name
     TokText     body;
+    TokText     messages, tools;       // JSON, in the form of the template: see history.h
+    TokText     renamed;               // an object: tools that the client calls by another name than the model
+    TokText     kept;                  // a list without brackets: items of this conversation to remember
+    char        previous[64];          // the response that this one continues, or empty
+    bool        keeps;                 // the response is kept for later requests
     bool        too_large, answered;
     Fault       fault;
     char        warnings[1024];        // for the client and the log: see warn()
@@ -61,6 +66,12 @@ struct Exchange {             // a request and its answer
     const char *block;                 // of a dialect: the kind of the open block; NULL: none
     int         n_blocks, n_events;
 };
+
+static void exchange_free(Exchange *x) {               // all but the job
+    TokText *const texts[] = { &x->body, &x->messages, &x->tools, &x->renamed, &x->kept, &x->out };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) tok_text_free(texts[i]);
+    free(x);
+}
 
 static const char *header(const Exchange *x, const char *name) {
     return MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, name);
@@ -108,7 +119,10 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
     const char *type = "invalid_request_error";
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].status == f->status) type = types[i].type;
     if (is_anthropic(x) || (x->route && !strncmp(x->route->path, "/v1/messages", 12))) {
-        put(out, "{'type':'error','error':{'type':%s,'message':%s}}", type, f->text);
+        put(out, "{'type':'error','error':{'type':%s,'message':%s", type, f->text);
+        if (f->code && !strcmp(f->code, "thread_unsupported_request"))           // its clients read this
+            put(out, ",'details':{'error_code':%s,'unsupported':[%s]}", f->code, f->param);
+        put(out, "}}");
         return;
     }
     put(out, "{'error':{'message':%s,'type':%s,'param':", f->text, type);
@@ -431,6 +445,7 @@ static void respond_stream(Exchange *x) {
 // Reads the body into a request and the ids of its prompt. False: it is refused.
 static bool read_question(Exchange *x, const Api *api, Request *r) {
     TokText body = { 0 };
+    x->api = api;
     if (api->convert) {
         if (!api->convert(x, &body)) {
             tok_text_free(&body);
@@ -447,7 +462,6 @@ static void complete(Exchange *x, const Api *api) {
     Server *srv = x->srv;
     Request r;
     const int n_ctx = context_size(srv);
-    x->api = api;
     x->job = new_job(x);
     new_id(srv, api->prefix, x->id);
     if (!read_question(x, api, &r) || !read_options(x, &r, x->job)) return;
