@@ -78,7 +78,7 @@ static const char *header(const Exchange *x, const char *name) {
 }
 
 // Adds a warning: the client gets it in the header x-gemma4-warning, the log in the line of the request. Each text is
-// added once. Bytes that a header may not have become '?'; what exceeds the size is left out.
+// added once. Bytes that a header may not have become '?'; if there are too many, the last one is "..".
 __attribute__((format(printf, 2, 3)))
 static void warn(Exchange *x, const char *fmt, ...) {
     char text[256];
@@ -88,7 +88,8 @@ static void warn(Exchange *x, const char *fmt, ...) {
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
     for (char *c = text; *c; c++) if (*c < ' ' || *c > '~') *c = '?';
-    if (strstr(x->warnings, text) || n + strlen(text) + 3 > sizeof x->warnings) return;
+    if (strstr(x->warnings, text) || (n >= 2 && !strcmp(x->warnings + n - 2, ".."))) return;
+    if (n + strlen(text) + sizeof "; ; .." > sizeof x->warnings) snprintf(text, sizeof text, "..");
     snprintf(x->warnings + n, sizeof x->warnings - n, n ? "; %s" : "%s", text);
 }
 

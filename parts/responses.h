@@ -122,7 +122,7 @@ static bool put_input_item(Exchange *x, TokText *out, Said *said, GgufJson item,
     size_t at;
     if (item.type != GGUF_J_OBJECT) return refuse(&x->fault, 400, "input", "input[%d]: expected an object", i);
     bool ok = true;
-    if (is_type(&item, "item_reference")) {
+    if (is_type(&item, "item_reference") || (!member(&item, "type", &v) && !member(&item, "role", &v))) {
         if (member(&item, "id", &v) && v.type == GGUF_J_STRING && v.n < sizeof id) id[gguf_json_string(&v, id)] = 0;
         ok = copy_item(x->srv, id, &copy) && gguf_json_parse(copy.s, copy.n, &item, &at, &err) == 0;
         if (!ok)

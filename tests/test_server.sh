@@ -440,6 +440,8 @@ same_prompt "/v1/messages: a tool's results: an image, a reference, a search res
 {\"type\":\"tool_reference\",\"tool_name\":\"g\"},{\"type\":\"search_result\",\"title\":\"T\",\"source\":\"x\",\"content\":[$(block abc)]}]}]}]"
 same_prompt "/v1/messages: thoughts that are hidden or empty" "$hi,$(msg assistant Yes.),$and" /v1/messages "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
 {\"type\":\"redacted_thinking\",\"data\":\"x\"},{\"type\":\"thinking\",\"thinking\":\"\",\"signature\":\"x\"},$(block Yes.)]},$and]"
+same_prompt "thoughts among the parts" "$hi,$(msg assistant Yes.),$and" $chat "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
+{\"type\":\"thinking\",\"thinking\":\"Hm.\"},$(block Yes.)]},$and]"
 refused "/v1/responses: an image to be answered now" 400 "input_image: expected text; images" /v1/responses \
     '{"input":[{"role":"user","content":[{"type":"input_text","text":"a"},{"type":"input_image","image_url":"x"}]}]}'
 refused "a file to be answered now, before instructions" 400 "file: expected text" $chat "{\"messages\":[$hi,$(msg assistant Yes.),
@@ -470,6 +472,7 @@ same_prompt "/v1/responses: a thought that is a summary" "$hi,$(one a | sed 's/"
 ask /v1/responses "{\"max_output_tokens\":5,\"temperature\":0,\"input\":[$hi]}"
 first=$(sed 's/^{"id":"\([^"]*\)".*/\1/' "$tmp/out") message=$(sed 's/.*"id":"\(msg_[^"]*\)".*/\1/' "$tmp/out") answer=$(text text out)
 same_prompt "/v1/responses: a reference to an item" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"input\":[$hi,{\"type\":\"item_reference\",\"id\":\"$message\"},$and]"
+same_prompt "/v1/responses: a reference without a type" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"input\":[$hi,{\"id\":\"$message\"},$and]"
 same_prompt "/v1/responses: a response that is continued" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"previous_response_id\":\"$first\",\"input\":\"And?\",\"stream\":true"
 next=$(sed -n 's/.*"response":{"id":"\([^"]*\)".*/\1/p' "$tmp/out" | head -n 1) second=$(text delta out)
 same_prompt "/v1/responses: and its answer, with other instructions" "$(msg system S),$hi,$(msg assistant "$answer"),$and,$(msg assistant "$second"),$hi" /v1/responses \
@@ -503,6 +506,9 @@ ok "and in a stream" count_of out '"name":"g","namespace":"many"' 3
 grammar='"grammar":"root ::= <|tool_call> \"call:patch{input:\" <|\"|> \"a\\n\" <|\"|> \"}\" <tool_call|>"'
 ask /v1/responses "{$forced,\"tools\":[$custom],\"tool_choice\":{\"type\":\"custom\",\"name\":\"patch\"},\"max_output_tokens\":20}"
 ok "a custom tool can be forced" has out '"type":"custom_tool_call","id":"ctc_'
+ask /v1/responses "{$forced,\"tools\":[$custom],\"tool_choice\":{\"type\":\"custom\",\"name\":\"patch\"},\"max_output_tokens\":20,\"stream\":true}" -N
+grep '^event: ' "$tmp/out" | sed 's/event: response\.//' | tr '\n' ' ' >"$tmp/a"
+ok "and in a stream" grep -q 'output_item.added custom_tool_call_input.delta custom_tool_call_input.done output_item.done ' "$tmp/a"
 ask $chat "{\"messages\":[$hi],\"max_tokens\":40,\"tools\":[{\"type\":\"custom\",\"custom\":{\"name\":\"patch\"}}],$grammar}"
 ok "a call of a custom tool has its input as a text" grep -q '"type":"custom","custom":{"name":"patch","input":"a\\n"}}\]' "$tmp/out"
 ask $chat "{\"messages\":[$hi],\"max_tokens\":40,\"tools\":[{\"type\":\"custom\",\"custom\":{\"name\":\"patch\"}}],$grammar,\"stream\":true}" -N
@@ -515,6 +521,8 @@ ask /v1/messages "{\"max_tokens\":90,\"messages\":[$hi],\"tools\":[{\"type\":\"b
 \"tool_choice\":{\"type\":\"tool\",\"name\":\"bash\",\"disable_parallel_tool_use\":true}}" -D "$tmp/headers"
 ok "/v1/messages: a tool that the client runs is a function" has out '"name":"bash","input":{'
 ok "/v1/messages: one that needs images is left out" warned 'tools\[1\] computer_20250124: left out'
+ask $chat "{\"messages\":[$hi],\"max_tokens\":1,\"tools\":[$(seq -s , 99 | sed 's/[0-9]*/{"type":"t&"}/g')]}" -D "$tmp/headers"
+ok "many warnings: the header is short, and says that there are more" warned '; \.\.$'
 refused "only tools that are left out, and a call is forced" 400 "tool_choice needs tools" /v1/responses "{$forced,\"tools\":[{\"type\":\"web_search\"}],\"tool_choice\":\"required\"}"
 
 # ---- unknown fields ------------------------------------------------------------------------------
