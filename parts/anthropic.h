@@ -1,6 +1,6 @@
 /* anthropic.h - the API /v1/messages of Anthropic's clients.
  *
- * Uses request.h, schedule.h, exchange.h, openai.h, dialects.h. Begin with messages_convert(). */
+ * Uses request.h, schedule.h, exchange.h, dialects.h, history.h, openai.h. Begin with messages_convert(). */
 #ifndef ANTHROPIC_H
 #define ANTHROPIC_H
 
@@ -8,12 +8,12 @@
 
 // Appends the results of calls in a message, each as a message of its own.
 static bool put_results(Exchange *x, TokText *out, const GgufJson *content) {
-    GgufJson rest = *content, part, id, text;
+    GgufJson rest = *content, part, text;
     while (content->type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &part)) {
         if (!is_type(&part, "tool_result")) continue;
-        if (!member(&part, "tool_use_id", &id))
-            return refuse(&x->fault, 400, "messages", "tool_result: expected a tool_use_id");
-        put(out, ",{'role':'tool','tool_call_id':%r,'content':", raw(&id));
+        put(out, ",{'role':'tool'");
+        take_member(out, &part, "tool_use_id", "tool_call_id");
+        put(out, ",'content':");
         if (!member(&part, "content", &text)) put(out, "''");
         else if (!put_content(x, out, &text, "tool_result")) return false;
         put(out, "}");
@@ -21,32 +21,27 @@ static bool put_results(Exchange *x, TokText *out, const GgufJson *content) {
     return true;
 }
 
-// Appends the text, thoughts and calls of a message; put_results() has done the rest of it.
-static bool put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
+// Appends the content, thoughts and calls of a message; put_results() has done the rest of it.
+static void put_blocks(TokText *out, const GgufJson *content) {
     GgufJson rest = *content, part, id, name, v;
-    TokText text = { 0 }, thought = { 0 }, calls = { 0 };
-    bool ok = true;
-    while (ok && gguf_json_next(&rest, NULL, &part)) {
-        if (is_type(&part, "text") && member(&part, "text", &v) && v.type == GGUF_J_STRING) {
-            put(&text, text.n ? ",{'type':'text','text':%r}" : "{'type':'text','text':%r}", raw(&v));
-        } else if (is_type(&part, "thinking") && member(&part, "thinking", &v) && v.type == GGUF_J_STRING) {
+    TokText parts = { 0 }, thought = { 0 }, calls = { 0 };
+    while (gguf_json_next(&rest, NULL, &part)) {
+        if (is_type(&part, "thinking") && member(&part, "thinking", &v) && v.type == GGUF_J_STRING) {
             thought.n = 0;
             put(&thought, "%r", raw(&v));
         } else if (is_type(&part, "tool_use") && member(&part, "id", &id) && member(&part, "name", &name)) {
             if (!member(&part, "input", &v)) v = (GgufJson){ GGUF_J_OBJECT, "{}", 2 };
             put_past_call(&calls, &id, &name, &v);
         } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
-            ok = refuse(&x->fault, 400, "messages",
-                        "messages: expected text, thinking, tool_use or tool_result; images are not supported");
+            put(&parts, parts.n ? ",%r" : "%r", raw(&part));
         }
     }
-    if (ok && text.n) put(out, ",'content':[%r]", text_of(&text));
-    if (ok && thought.n) put(out, ",'reasoning_content':%r", text_of(&thought));
-    if (ok && calls.n) put(out, ",'tool_calls':[%r]", text_of(&calls));
-    tok_text_free(&text);
+    if (parts.n) put(out, ",'content':[%r]", text_of(&parts));
+    if (thought.n) put(out, ",'reasoning_content':%r", text_of(&thought));
+    if (calls.n) put(out, ",'tool_calls':[%r]", text_of(&calls));
+    tok_text_free(&parts);
     tok_text_free(&thought);
     tok_text_free(&calls);
-    return ok;
 }
 
 static bool only_results(const GgufJson *content) {
@@ -59,29 +54,70 @@ static bool only_results(const GgufJson *content) {
     return n > 0;
 }
 
+// Appends a text of the system, a string, without a first line that says what is billed: it has a number that changes
+// with each request, so the prompt would begin with other tokens each time, and nothing of it would be cached. False:
+// nothing else is in the text.
+static bool put_system_text(TokText *out, const GgufJson *string) {
+    static const char head[] = "x-anthropic-billing-header:";
+    TokText text = { 0 };
+    append_content(&text, string);
+    const bool billed = text.n >= sizeof head - 1 && !memcmp(text.s, head, sizeof head - 1);
+    const char *end = billed ? memchr(text.s, '\n', text.n) : NULL;
+    if (!billed) put(out, "%r", raw(string));
+    else if (end) put(out, "%t", text_from(&text, (size_t)(end + 1 - text.s)));
+    tok_text_free(&text);
+    return !billed || end;
+}
+
+// Appends a system message; none if nothing of it is left.
+static bool put_system(Exchange *x, TokText *out, const GgufJson *content) {
+    GgufJson rest = *content, part, v;
+    TokText said = { 0 }, text = { 0 };
+    if (content->type == GGUF_J_STRING) {
+        put_system_text(&said, content);
+    } else if (content->type == GGUF_J_ARRAY) {
+        while (gguf_json_next(&rest, NULL, &part)) {
+            const bool is_text = member(&part, "text", &v) && v.type == GGUF_J_STRING;
+            text.n = 0;
+            if (is_text && !put_system_text(&text, &v)) continue;
+            put(&said, said.n ? "," : "[");
+            if (is_text) put(&said, "{'type':'text','text':%r}", text_of(&text));
+            else put(&said, "%r", raw(&part));
+        }
+        if (said.n) put(&said, "]");
+    } else {
+        refuse(&x->fault, 400, "system", "system: expected a string or a list");
+    }
+    if (said.n) put(out, ",{'role':'system','content':%r}", text_of(&said));
+    tok_text_free(&said);
+    tok_text_free(&text);
+    return !x->fault.status;
+}
+
 // *continues: the last message is an answer of the assistant to be continued, and not empty.
 static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *continues) {
     GgufJson rest, m, role, content;
-    if (member(root, "system", &content)) {
-        put(out, ",{'role':'system','content':");
-        if (!put_content(x, out, &content, "system")) return false;
-        put(out, "}");
-    }
+    if (member(root, "system", &content) && !put_system(x, out, &content)) return false;
     if (!member(root, "messages", &rest) || rest.type != GGUF_J_ARRAY)
         return refuse(&x->fault, 400, "messages", "messages: expected a list");
     for (int i = 0; gguf_json_next(&rest, NULL, &m); i++) {
-        if (!member(&m, "role", &role) || !(gguf_json_is(&role, "user") || gguf_json_is(&role, "assistant")))
-            return refuse(&x->fault, 400, "messages", "messages[%d].role: expected user or assistant", i);
+        if (!member(&m, "role", &role) ||
+            !(gguf_json_is(&role, "user") || gguf_json_is(&role, "assistant") || gguf_json_is(&role, "system")))
+            return refuse(&x->fault, 400, "messages", "messages[%d].role: expected user, assistant or system", i);
         if (!member(&m, "content", &content) || (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY))
             return refuse(&x->fault, 400, "messages", "messages[%d].content: expected a string or a list", i);
         GgufJson after = rest, next;
         *continues = gguf_json_is(&role, "assistant") && content.n > 2;
         if (content.n == 2 && gguf_json_is(&role, "assistant") && !gguf_json_next(&after, NULL, &next)) break;
+        if (gguf_json_is(&role, "system")) {
+            if (!put_system(x, out, &content)) return false;
+            continue;
+        }
         if (!put_results(x, out, &content)) return false;
         if (only_results(&content)) continue;
         put(out, ",{'role':%r", raw(&role));
         if (content.type == GGUF_J_STRING) put(out, ",'content':%r", raw(&content));
-        else if (!put_blocks(x, out, &content)) return false;
+        else put_blocks(out, &content);
         put(out, "}");
     }
     return true;
@@ -98,13 +134,25 @@ static void put_choice(TokText *out, const GgufJson *choice) {
 }
 
 static bool messages_convert(Exchange *x, TokText *out) {
+    static const char *const known[] = {
+        "model", "system", "messages", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k",
+        "stop_sequences", "stream", "output_format", "output_config", "metadata", "thinking", "service_tier",
+        "context_management", "mcp_servers", "container", "inference_geo", "speed", "betas", NULL
+    };
     GgufJson root, v;
     TokText list = { 0 };
     if (!parse_body(x, &root)) return false;
+    if (member(&root, "thread", &v)) {                 // with it a client sends only what is new in its next request
+        x->fault.code = "thread_unsupported_request";
+        return refuse(&x->fault, 400, "thread", "thread: this server stores no conversations; send all messages");
+    }
+    check_fields(x, &root, known, false);
+    if (member(&root, "mcp_servers", &v) && v.n > 2) warn(x, "mcp_servers: left out, this server does not call them");
     bool continues = false, ok = put_messages(x, &list, &root, &continues);
     put(out, "{'messages':[%r]", (TokStr){ list.n ? list.s + 1 : "", list.n - (list.n > 0) });
     tok_text_free(&list);
-    if (!ok || !put_tools(x, out, &root, "custom", "input_schema")) return false;
+    if (!ok) return false;
+    take_member(out, &root, "tools", "tools");
     if (continues) put(out, ",'continue_final_message':true");
     take_member(out, &root, "max_tokens", "max_tokens");
     take_member(out, &root, "temperature", "temperature");

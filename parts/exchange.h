@@ -20,7 +20,7 @@ typedef struct Exchange Exchange;
 typedef struct {              // the form of an endpoint
     const char *prefix;       // of ids
     bool (*convert)(Exchange *x, TokText *out);        // rewrites the body as a chat's; NULL: it is one
-    bool (*ask)(Exchange *x, const Request *r);        // makes the prompts. False: it is refused
+    bool (*ask)(Exchange *x, Request *r);              // makes the prompts. False: it is refused
     // a stream: the events of x->choice
     void (*begin)(Exchange *x);
     void (*text)(Exchange *x, TokStr thought, TokStr content);       // one of them; the other is empty
@@ -58,6 +58,11 @@ struct Exchange {             // a request and its answer
     const Endpoint *route;             // NULL: there is none
     char        rest[256];             // of the path, after a route that takes a name
     TokText     body;
+    TokText     messages, tools;       // JSON, in the form of the template: see history.h
+    TokText     renamed;               // an object: tools that the client calls by another name than the model
+    TokText     kept;                  // a list without brackets: items of this conversation to remember
+    char        previous[64];          // the response that this one continues, or empty
+    bool        keeps;                 // the response is kept for later requests
     bool        too_large, answered;
     Fault       fault;
     char        warnings[1024];        // for the client and the log: see warn()
@@ -84,12 +89,19 @@ struct Exchange {             // a request and its answer
     int         n_blocks, n_events, n_ended;           // n_ended: choices
 };
 
+static void exchange_free(Exchange *x) {               // all but the jobs
+    TokText *const texts[] = { &x->original, &x->body, &x->messages, &x->tools, &x->renamed, &x->kept, &x->out };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) tok_text_free(texts[i]);
+    free(x->choices);
+    free(x);
+}
+
 static const char *header(const Exchange *x, const char *name) {
     return MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, name);
 }
 
 // Adds a warning: the client gets it in the header x-gemma4-warning, the log in the line of the request. Each text is
-// added once. Bytes that a header may not have become '?'; what exceeds the size is left out.
+// added once. Bytes that a header may not have become '?'; if there are too many, the last one is "..".
 __attribute__((format(printf, 2, 3)))
 static void warn(Exchange *x, const char *fmt, ...) {
     char text[256];
@@ -99,7 +111,8 @@ static void warn(Exchange *x, const char *fmt, ...) {
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
     for (char *c = text; *c; c++) if (*c < ' ' || *c > '~') *c = '?';
-    if (strstr(x->warnings, text) || n + strlen(text) + 3 > sizeof x->warnings) return;
+    if (strstr(x->warnings, text) || (n >= 2 && !strcmp(x->warnings + n - 2, ".."))) return;
+    if (n + strlen(text) + sizeof "; ; .." > sizeof x->warnings) snprintf(text, sizeof text, "..");
     snprintf(x->warnings + n, sizeof x->warnings - n, n ? "; %s" : "%s", text);
 }
 
@@ -167,8 +180,10 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
         return;
     }
     if (has_anthropic_errors(x)) {
-        put(out, "{'type':'error','error':{'type':%s,'message':%s},'request_id':%s}", anthropic, f->text,
-            x->request_id);
+        put(out, "{'type':'error','error':{'type':%s,'message':%s", anthropic, f->text);
+        if (f->code && !strcmp(f->code, "thread_unsupported_request"))           // its clients read this
+            put(out, ",'details':{'error_code':%s,'unsupported':[%s]}", f->code, f->param);
+        put(out, "},'request_id':%s}", x->request_id);
         return;
     }
     if (f->n_prompt && x->api && !strcmp(x->route->path, "/completion")) openai = "exceed_context_size_error";
@@ -647,6 +662,7 @@ static void respond_stream(Exchange *x) {
 // Reads the body into a request and the ids of its prompts. False: it is refused.
 static bool read_question(Exchange *x, const Api *api, Request *r) {
     TokText body = { 0 };
+    x->api = api;
     if (api->convert) {
         const bool ok = api->convert(x, &body);
         x->original = x->body;
@@ -684,7 +700,6 @@ static void rank_answers(Exchange *x) {
 static void complete(Exchange *x, const Api *api) {
     Server *srv = x->srv;
     Request r;
-    x->api = api;
     add_choice(x);
     new_id(srv, api->prefix, x->id);
     if (!read_question(x, api, &r)) return;

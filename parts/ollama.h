@@ -218,7 +218,7 @@ static bool ollama_generate_convert(Exchange *x, TokText *out) {
 }
 
 // Makes the prompt of a raw text, which may have the template's marks in it.
-static bool ollama_raw_ask(Exchange *x, const Request *r) {
+static bool ollama_raw_ask(Exchange *x, Request *r) {
     size_t n;
     char *text = copy_string(&r->prompt, &n);
     const bool begins = !strncmp(text, "<bos>", 5) || x->t.bos < 0;
@@ -229,7 +229,7 @@ static bool ollama_raw_ask(Exchange *x, const Request *r) {
 }
 
 // Makes the prompt of a message. `tokens` are those of the conversation so far, which come before it.
-static bool ollama_generate_ask(Exchange *x, const Request *r) {
+static bool ollama_generate_ask(Exchange *x, Request *r) {
     Job *job = x->job;
     TokIds ids = { 0 };
     if (!chat_ask(x, r)) return false;

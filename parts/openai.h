@@ -1,6 +1,7 @@
 /* openai.h - the APIs /v1/chat/completions, /v1/completions and llama.cpp's /completion.
  *
- * Uses engine.h, request.h, schedule.h, exchange.h; the caller chat.h [1] (lists of messages). Begin with chat_api.
+ * Uses engine.h, request.h, schedule.h, exchange.h, dialects.h, history.h; the caller chat.h [1] (lists of messages).
+ * Begin with chat_api.
  *   [1] /v1/chat/completions    [2] /v1/completions    [3] /completion */
 #ifndef OPENAI_H
 #define OPENAI_H
@@ -54,10 +55,21 @@ static void chat_text(Exchange *x, TokStr thought, TokStr content) {
     chunk_end(x, true);
 }
 
+static void put_chat_call(TokText *out, const Exchange *x, const Call *call) {
+    const ClientTool as = client_tool(x, call);
+    if (!as.custom) {
+        put_call(out, call);
+        return;
+    }
+    put(out, "'id':%s,'type':'custom','custom':{'name':%r,'input':", call->id, raw(&as.name));
+    put_custom_input(out, call);
+    put(out, "}");
+}
+
 static void chat_call(Exchange *x, int i) {
     chunk(x);
     put(&x->out, "'tool_calls':[{'index':%d,", i);
-    put_call(&x->out, &x->job->calls[i]);
+    put_chat_call(&x->out, x, &x->job->calls[i]);
     put(&x->out, "}]");
     chunk_end(x, false);
 }
@@ -96,7 +108,7 @@ static void chat_choice(Exchange *x, TokText *out) {
     if (job->thought.n) put(out, ",'reasoning_content':%t", text_of(&job->thought));
     for (int i = 0; i < job->n_calls; i++) {
         put(out, i ? ",{" : ",'tool_calls':[{");
-        put_call(out, &job->calls[i]);
+        put_chat_call(out, x, &job->calls[i]);
         put(out, i + 1 == job->n_calls ? "}]" : "}");
     }
     put(out, "},'logprobs':");
@@ -246,23 +258,6 @@ static void begun_free(Begun *b) {
     tok_text_free(&b->answer);
 }
 
-// Appends the text of a string, or of the parts of a list. False: it is neither.
-static bool append_content(TokText *out, const GgufJson *v) {
-    GgufJson rest = *v, part, text;
-    if (v->type == GGUF_J_ARRAY) {
-        bool ok = true;
-        while (ok && gguf_json_next(&rest, NULL, &part))
-            ok = gguf_json_get(&part, "text", &text) && text.type == GGUF_J_STRING && append_content(out, &text);
-        return ok;
-    }
-    if (v->type != GGUF_J_STRING) return false;
-    size_t n;
-    char *s = copy_string(v, &n);
-    append(out, s, n);
-    free(s);
-    return true;
-}
-
 // The last message is an answer of the model to be continued: its text becomes the beginning of the next answer.
 static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     GgufJson rest = r->messages, m, last = { 0 }, v;
@@ -285,15 +280,23 @@ static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     return true;
 }
 
+// Fields without effect, which need no word in the log.
+static const char *const chat_fields[] = {
+    "model", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "verbosity", "timings_per_token", "reasoning_format", "samplers", NULL
+};
+
 // Makes the prompt of a conversation. A later prompt begins with it up to the cue.
-static bool chat_ask(Exchange *x, const Request *r) {
+static bool chat_ask(Exchange *x, Request *r) {
     Job *job = x->job;
+    if (!x->api->convert) check_fields(x, &r->root, chat_fields, true);
+    if (!convert_tools(x, r) || !read_messages(x, r)) return false;
     const bool tools = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none");
     TokChat chat = { .messages = { r->messages.s, r->messages.n }, .think = r->think, .add_cue = true };
     if (tools) chat.tools = (TokStr){ r->tools.s, r->tools.n };
     TokIds part = { 0 };
     Begun begun = { 0 };
-    bool ok = check_messages(&r->messages, &x->fault) && (!r->continues || take_begun(r, &x->fault, &begun, &chat));
+    bool ok = !r->continues || take_begun(r, &x->fault, &begun, &chat);
     if (ok && tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
         ok = refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
     if (ok && !r->no_cache) replay_calls(x, &r->messages, &job->ids);
@@ -486,8 +489,9 @@ static bool read_one_prompt(Exchange *x, const char *name, const GgufJson *v, Jo
 }
 
 // Makes one prompt, or one of each element of a list.
-static bool plain_ask(Exchange *x, const Request *r) {
+static bool plain_ask(Exchange *x, Request *r) {
     Job *job = x->job;
+    check_fields(x, &r->root, chat_fields, true);
     GgufJson rest = r->prompt, v;
     char name[32];
     bool ok = true;

@@ -102,6 +102,7 @@ typedef struct {
     // type GGUF_J_NULL: not given
     GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities;
     GgufJson kwargs, reasoning_effort, logprobs, content, tokens, functions, grammar, json_schema, suffix, audio, user;
+    GgufJson root;                     // the whole body
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
     double   think_budget, n, best_of; // NAN: not given
     double   other;                    // of features that do not exist: only the value without effect is accepted
@@ -231,6 +232,7 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     if (gguf_json_parse(body.s ? body.s : "", body.n, &root, &at, &err) < 0)
         return refuse(f, 400, "", "the request body is not JSON: byte %zu: expected %s", at, err);
     if (root.type != GGUF_J_OBJECT) return refuse(f, 400, "", "the request body: expected a JSON object");
+    r->root = root;
     while (gguf_json_next(&root, &key, &v))
         for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
             if (gguf_json_is(&key, fields[i].name) && !read_field(r, f, i, &v)) return false;
@@ -250,35 +252,9 @@ static char *copy_string(const GgufJson *v, size_t *n) {
 }
 
 static bool is_role(const GgufJson *role) {
-    static const char *const roles[] = { "system", "developer", "user", "assistant", "tool" };
+    static const char *const roles[] = { "system", "developer", "user", "assistant", "tool", "function" };
     for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) if (gguf_json_is(role, roles[i])) return true;
     return false;
-}
-
-// Checks that messages have known roles and text contents, and that results follow their calls.
-static bool check_messages(const GgufJson *messages, Fault *f) {
-    GgufJson rest = *messages, m, role, calls, content, part, type;
-    bool called = false;
-    int i = 0;
-    if (!is_given(messages)) return refuse(f, 400, "messages", "messages: expected a list, got none");
-    for (; gguf_json_next(&rest, NULL, &m); i++) {
-        if (m.type != GGUF_J_OBJECT) return refuse(f, 400, "messages", "messages[%d]: expected an object", i);
-        if (!gguf_json_get(&m, "role", &role) || !is_role(&role))
-            return refuse(f, 400, "messages", "messages[%d].role: expected system, developer, user, assistant or tool",
-                          i);
-        if (!gguf_json_is(&role, "tool"))
-            called = gguf_json_get(&m, "tool_calls", &calls) && calls.type == GGUF_J_ARRAY &&
-                     gguf_json_next(&calls, NULL, &part);
-        else if (!called)
-            return refuse(f, 400, "messages", "messages[%d]: expected tool_calls before a tool result", i);
-        if (!gguf_json_get(&m, "content", &content) || content.type != GGUF_J_ARRAY) continue;
-        GgufJson parts = content;
-        for (int k = 0; gguf_json_next(&parts, NULL, &part); k++)
-            if (part.type != GGUF_J_OBJECT || !gguf_json_get(&part, "type", &type) || !gguf_json_is(&type, "text"))
-                return refuse(f, 400, "messages", "messages[%d].content[%d]: expected a part of type text; images, "
-                              "audio and files are not supported", i, k);
-    }
-    return i > 0 || refuse(f, 400, "messages", "messages: expected at least one message");
 }
 
 #endif

@@ -1,13 +1,13 @@
 /* schedule.h - the jobs of the server: a queue, and one engine thread that answers all of them together.
  *
- * Uses engine.h, grammar.h, request.h; the callers store.h (idle conversations) and answer.h (hashes). Begin with
- * run_engine().
+ * Uses engine.h, grammar.h, request.h, recent.h; the callers store.h (idle conversations) and answer.h (hashes). Begin
+ * with run_engine().
  *   [1] How much of a prompt a round runs    [2] Jobs    [3] Slots    [4] Rounds
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Another
  *          thread writes files of sessions (store.h, which has its own lock).
- *          Server.lock guards the queue, the counters, the peers, the remembered calls, Slot.job if others than the
- *          engine read it, and the answer and the ids of every queued job. */
+ *          Server.lock guards the queue, the counters, the peers, the remembered calls and items, Slot.job if others
+ *          than the engine read it, and the answer and the ids of every queued job. */
 #ifndef SCHEDULE_H
 #define SCHEDULE_H
 
@@ -161,6 +161,9 @@ typedef struct {
     int64_t         n_jobs;
     Replay         *replays;           // (REPLAYS) the last calls
     int             n_replays;         // since the start
+    Recent          items, responses;  // of /v1/responses, by their ids
+    uint64_t        unknown[128];      // hashes of unknown fields of requests that the log has named
+    int             n_unknown;
     bool            draining;
     Totals          totals;
 } Server;

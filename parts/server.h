@@ -227,7 +227,8 @@ static void route_template(Exchange *x) {
     TokIds ids = { 0 };
     TokText text = { 0 }, out = { 0 };
     Begun begun = { 0 };
-    if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o) || !check_messages(&r.messages, &x->fault)) return;
+    if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o) || !convert_tools(x, &r) || !read_messages(x, &r))
+        return;
     TokChat chat = { .messages = { r.messages.s, r.messages.n }, .think = r.think, .add_cue = r.continues ||
                      !r.no_cue };
     if (is_given(&r.tools)) chat.tools = (TokStr){ r.tools.s, r.tools.n };
@@ -574,11 +575,7 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     sem_post(&wake);
     fwrite(line.s, 1, line.n, stderr);                 // a slow log delays this connection alone
     tok_text_free(&line);
-    free(x->choices);
-    tok_text_free(&x->original);
-    tok_text_free(&x->body);
-    tok_text_free(&x->out);
-    free(x);
+    exchange_free(x);
     *con_cls = NULL;
 }
 
@@ -689,6 +686,8 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     grammar_vocab_free(&srv.vocab);
     free(srv.slots);
     free(srv.logits);
+    recent_free(&srv.items);
+    recent_free(&srv.responses);
     for (int i = 0; i < REPLAYS; i++) tok_ids_free(&srv.replays[i].ids);
     free(srv.replays);
     fprintf(stderr, "# stopped: %" PRIu64 " requests answered, %" PRIu64 " tokens generated\n", srv.totals.jobs,

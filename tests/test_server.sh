@@ -57,6 +57,7 @@ get() { # get PATH [CURL FLAGS...]
 is() { [ "$code" = "$1" ]; }
 has() { grep -qF -e "$2" "$tmp/$1"; }
 lacks() { ! grep -qF -e "$2" "$tmp/$1"; }
+count_of() { [ "$(grep -oF -e "$2" "$tmp/$1" | wc -l)" -eq "$3" ]; }
 same() { [ -s "$tmp/$1" ] && cmp -s "$tmp/$1" "$tmp/$2"; }
 text() { # text KEY FILE: the strings of that key in JSON, joined
     grep -oE "\"$1\":\"([^\"\\\\]|\\\\.)*\"" "$tmp/$2" | sed -E "s/^\"$1\":\"//; s/\"\$//" | tr -d '\n'
@@ -432,9 +433,207 @@ ok "/v1/responses: of which all is cached" [ "$(number cached_tokens out)" -eq $
 ask /v1/responses "{$fox,\"tools\":[{\"type\":\"web_search\\r\\nX-Bad: 1é\"}]}" -D "$tmp/headers"
 tr -d '\r' <"$tmp/headers" >"$tmp/a"
 ok "a tool that the server cannot run is left out" is 200
-ok "with a warning in a header, without the bytes that a header may not have" grep -qix 'x-gemma4-warning: tools\[0\] web_search\\r\\nX-Bad: 1??: left out, this server does not run it' "$tmp/a"
+ok "with a warning in a header, without the bytes that a header may not have" grep -qix 'x-gemma4-warning: tools\[0\] web_searchrnX-Bad1: left out, this server does not run it' "$tmp/a"
 ok "and in the log" grep -q '"warnings":"tools\[0\] web_search' "$tmp/main.log"
 refused "/v1/responses: nothing is kept" 400 "previous_response_id" /v1/responses "{$fox,\"previous_response_id\":\"x\"}"
+
+# ---- histories that began elsewhere --------------------------------------------------------
+# The prompt of each is that of a plain conversation of /v1/chat/completions: it has as many tokens, and all are cached.
+same_prompt() { # same_prompt NAME MESSAGES PATH BODY: MESSAGES of a chat make the prompt that BODY makes at PATH
+    ask $chat "{\"max_tokens\":1,\"messages\":[$2]}"
+    want=$(number prompt_tokens out)
+    ask "$3" "{\"max_tokens\":1,\"max_output_tokens\":1,$4}" -D "$tmp/headers"
+    case $3 in
+    /v1/messages) got="$(($(number input_tokens out) + $(number cache_read_input_tokens out))) $(number cache_read_input_tokens out)" ;;
+    /v1/responses) got="$(number input_tokens out) $(number cached_tokens out)" ;;
+    *) got="$(number prompt_tokens out) $(number cached_tokens out)" ;;
+    esac
+    ok "$1" [ "$code $got" = "200 $want $((want - 1))" ]
+}
+warned() { tr -d '\r' <"$tmp/headers" | grep -qi "^x-gemma4-warning: .*$1"; }
+msg() { printf '{"role":"%s","content":"%s"}' "$1" "$2"; }          # msg ROLE TEXT: a message
+hi=$(msg user Hi.) and=$(msg user And?)
+one() { # one ID [ARGUMENTS]: a message with a call
+    printf '{"role":"assistant","tool_calls":[{"id":"%s","type":"function","function":{"name":"f","arguments":%s}}]}' "$1" "${2:-{\}}"
+}
+gave() { printf '{"role":"tool","tool_call_id":"%s","content":"%s"}' "$1" "$2"; }      # gave ID TEXT: a result
+block() { printf '{"type":"text","text":"%s"}' "$1"; }
+
+for given in '"Be kind."' "[$(block "Be kind.")]"; do
+    same_prompt "/v1/messages: system at the end: $given" "$hi,$(msg system "Be kind.")" /v1/messages "\"messages\":[$hi,{\"role\":\"system\",\"content\":$given}]"
+    same_prompt "/v1/messages: system between turns: $given" "$hi,$(msg assistant Yes.),$(msg system "Be kind."),$and" /v1/messages \
+        "\"messages\":[$hi,$(msg assistant Yes.),{\"role\":\"system\",\"content\":$given},$and]"
+done
+same_prompt "/v1/messages: system after results" "$hi,$(one a),$(gave a r),$(msg system S)" /v1/messages "\"messages\":[$hi,
+{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":{}}]},
+{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":\"r\"}]},$(msg system S)]"
+bill='x-anthropic-billing-header: cc_version=2.1; cch='
+for given in "\"${bill}1;\\nBe kind.\"" "[$(block "${bill}2;"),$(block "Be kind.")]" "[$(block "${bill}3;\\nBe kind.")]"; do
+    case $given in \[*) plain="{\"role\":\"system\",\"content\":[$(block "Be kind.")]}" ;; *) plain=$(msg system "Be kind.") ;; esac
+    same_prompt "/v1/messages: without the line that changes: $given" "$plain,$hi" /v1/messages "\"system\":$given,\"messages\":[$hi]"
+done
+same_prompt "/v1/messages: nothing but that line: no system turn" "$hi" /v1/messages "\"system\":[$(block "${bill}4;")],\"messages\":[$hi]"
+same_prompt "/v1/messages: in another place it is a text" "$(msg user "${bill}5;")" /v1/messages "\"messages\":[$(msg user "${bill}5;")]"
+
+# results, by the id of their call
+both="$hi,$(one a),$(gave a r)"
+item() { printf '{"type":"function_call","call_id":"%s","name":"f","arguments":"{}"}' "$1"; }
+result() { printf '{"type":"function_call_output","call_id":"%s","output":"%s"}' "$1" "$2"; }
+for role in user developer system; do
+    shown=$role
+    [ $role != developer ] || shown=system
+    same_prompt "/v1/responses: a text of $role between call and result" "$both,$(msg $shown t)" /v1/responses "\"input\":[$hi,$(item a),$(msg $role t),$(result a r)]"
+    same_prompt "a text of $role between call and result" "$both,$(msg $shown t)" $chat "\"messages\":[$hi,$(one a),$(msg $role t),$(gave a r)]"
+done
+same_prompt "/v1/responses: a text of the assistant between them" "$hi,$(msg assistant t),$(one a),$(gave a r)" /v1/responses \
+    "\"input\":[$hi,$(item a),{\"type\":\"message\",\"role\":\"assistant\",\"content\":[{\"type\":\"output_text\",\"text\":\"t\"}]},$(result a r)]"
+two='{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":"{}"}},{"id":"b","function":{"name":"f","arguments":"{}"}}]}'
+same_prompt "/v1/responses: results of two calls, a text between" "$hi,$two,$(gave b s),$(gave a r),$and" /v1/responses \
+    "\"input\":[$hi,$(item a),$(item b),$(result b s),$and,$(result a r)]"
+same_prompt "a result after the turn of the next call" "$both,$(one b),$(gave b s)" $chat "\"messages\":[$hi,$(one a),$(one b),$(gave b s),$(gave a r)]"
+same_prompt "an id that is used twice: of the call before" "$both,$and,$(one a),$(gave a s)" $chat "\"messages\":[$hi,$(one a),$(gave a r),$and,$(one a),$(gave a s)]"
+same_prompt "a result before its call" "$both" $chat "\"messages\":[$hi,$(gave a r),$(one a)]"
+same_prompt "a result without an id follows its call" "$both" $chat "\"messages\":[$hi,$(one a),{\"role\":\"tool\",\"name\":\"f\",\"content\":\"r\"}]"
+same_prompt "a result whose call is gone is a text" "$hi,$(msg user "[result of a tool] r")" $chat "\"messages\":[$hi,$(gave x r)]"
+ok "with a warning" warned 'a tool result without its call'
+same_prompt "/v1/messages: too" "$(msg user "[result of a tool] r"),$(msg user Hi.)" /v1/messages \
+    "\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"x\",\"content\":\"r\"},$(block Hi.)]}]"
+same_prompt "OpenAI's first form of calls" "$both" $chat "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":null,\"function_call\":{\"name\":\"f\",\"arguments\":\"{}\"}},
+{\"role\":\"function\",\"name\":\"f\",\"content\":\"r\"}]"
+
+# arguments that are no object
+same_prompt "broken arguments are read as a text" "$hi,$(one a '{"arguments":"{\"a\": 1"}'),$(gave a r)" $chat "\"messages\":[$hi,$(one a '"{\"a\": 1"'),$(gave a r)]"
+for given in '""' '" "' null '"null"'; do
+    same_prompt "no arguments: $given" "$both" $chat "\"messages\":[$hi,$(one a "$given"),$(gave a r)]"
+done
+same_prompt "/v1/responses: broken arguments" "$hi,$(one a '{"arguments":"{\"a"}'),$(gave a r)" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"function_call\",\"call_id\":\"a\",\"name\":\"f\",\"arguments\":\"{\\\"a\"},$(result a r)]"
+same_prompt "/v1/messages: broken arguments" "$hi,$(one a '{"arguments":"{\"a"}'),$(gave a r)" /v1/messages "\"messages\":[$hi,
+{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":\"{\\\"a\"}]},
+{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":[$(block r)]}]}]"
+
+# parts that are no text, in old turns
+old() { # old TYPE MEMBERS TEXT [WARNING]: a part of an old turn of each API reads as TEXT
+    part="{\"type\":\"$1\"$2}"
+    for role in assistant user; do
+        plain="$(msg $role "$3"),$(msg assistant Yes.),$and"
+        same_prompt "an old part $1 of $role" "$plain" $chat "\"messages\":[{\"role\":\"$role\",\"content\":[$part]},$(msg assistant Yes.),$and]"
+        [ -z "$4" ] || ok "an old part $1 of $role: a warning" warned "$1: replaced by a placeholder"
+    done
+    same_prompt "/v1/messages: an old part $1" "$plain" /v1/messages "\"messages\":[{\"role\":\"user\",\"content\":[$part]},$(msg assistant Yes.),$and]"
+    same_prompt "/v1/responses: an old part $1" "$plain" /v1/responses "\"input\":[{\"role\":\"user\",\"content\":[$part]},$(msg assistant Yes.),$and]"
+}
+old refusal ',"refusal":"no"' no
+old image_url ',"image_url":{"url":"data:image/png;base64,iVBORw0KGgo="}' '[image_url left out]' w
+old document ',"title":"T","source":{"type":"text","media_type":"text/plain","data":"abc"}' 'T\nabc'
+old document ',"source":{"type":"content","content":[{"type":"text","text":"abc"}]}' abc
+old document ',"source":{"type":"base64","media_type":"application/pdf","data":"JVBERi0xLjQK"}' '[document left out]' w
+old search_result ',"title":"T","source":"http://x","content":[{"type":"text","text":"abc"}]' 'T\nabc'
+old input_file ',"filename":"a.txt","file_data":"data:text/plain;base64,YWJjCg=="' 'a.txt\nabc'
+old input_file ',"file_id":"file-1"' '[input_file left out]' w
+old file ',"file":{"filename":"a.txt","file_data":"data:text/plain;base64,YWJj"}' 'a.txt\nabc'
+old server_tool_use ',"id":"s","name":"web_search","input":{"query":"x"}' '[server_tool_use left out]' w
+old web_search_tool_result ',"tool_use_id":"s","content":[]' '[web_search_tool_result left out]' w
+same_prompt "/v1/messages: a tool's results: an image, a reference, a search result" "$hi,$(one a),$(gave a "[image left out][tool_reference left out]T\\nabc")" /v1/messages "\"messages\":[$hi,
+{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":{}}]},
+{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":[{\"type\":\"image\",\"source\":{\"type\":\"base64\",\"media_type\":\"image/png\",\"data\":\"iVBO\"}},
+{\"type\":\"tool_reference\",\"tool_name\":\"g\"},{\"type\":\"search_result\",\"title\":\"T\",\"source\":\"x\",\"content\":[$(block abc)]}]}]}]"
+same_prompt "/v1/messages: thoughts that are hidden or empty" "$hi,$(msg assistant Yes.),$and" /v1/messages "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
+{\"type\":\"redacted_thinking\",\"data\":\"x\"},{\"type\":\"thinking\",\"thinking\":\"\",\"signature\":\"x\"},$(block Yes.)]},$and]"
+same_prompt "thoughts among the parts" "$hi,$(msg assistant Yes.),$and" $chat "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
+{\"type\":\"thinking\",\"thinking\":\"Hm.\"},$(block Yes.)]},$and]"
+refused "/v1/responses: an image to be answered now" 400 "input_image: expected text; images" /v1/responses \
+    '{"input":[{"role":"user","content":[{"type":"input_text","text":"a"},{"type":"input_image","image_url":"x"}]}]}'
+refused "a file to be answered now, before instructions" 400 "file: expected text" $chat "{\"messages\":[$hi,$(msg assistant Yes.),
+{\"role\":\"user\",\"content\":[{\"type\":\"file\",\"file\":{\"file_id\":\"x\"}}]},$(msg developer d)]}"
+
+# items of /v1/responses
+for kind in web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools mcp_approval_request compaction; do
+    same_prompt "/v1/responses: an item $kind" "$hi,$(msg assistant "[$kind left out]"),$(msg assistant Yes.),$and" /v1/responses \
+        "\"input\":[$hi,{\"type\":\"$kind\",\"id\":\"x_1\",\"status\":\"completed\",\"action\":{\"type\":\"search\"}},$(msg assistant Yes.),$and]"
+    ok "/v1/responses: an item $kind: a warning" warned "$kind: replaced by a placeholder"
+done
+named() { printf '{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"%s","arguments":%s}}]}' "$1" "$2"; }
+for kind in "custom_tool_call,\"name\":\"g\",\"input\":\"x y\"|g|{\"input\":\"x y\"}" "local_shell_call,\"action\":{\"command\":[\"ls\"]}|local_shell|{\"command\":[\"ls\"]}" \
+    "computer_call,\"action\":{\"type\":\"wait\"}|computer|{\"type\":\"wait\"}" "function_call,\"namespace\":\"n\",\"name\":\"g\",\"arguments\":\"{}\"|n__g|{}"; do
+    rest=${kind#*|}
+    type=${kind%%,*} members=${kind%%|*}
+    same_prompt "/v1/responses: an item $type" "$hi,$(named "${rest%%|*}" "${rest#*|}"),$(gave a r),$and" /v1/responses \
+        "\"input\":[$hi,{\"type\":\"$type\",\"call_id\":\"a\",${members#*,}},{\"type\":\"${type}_output\",\"call_id\":\"a\",\"output\":[{\"type\":\"input_text\",\"text\":\"r\"}]},$and]"
+done
+same_prompt "/v1/responses: a picture of the screen" "$hi,$(named computer '{}'),$(gave a '[computer_screenshot left out]')" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"computer_call\",\"call_id\":\"a\"},{\"type\":\"computer_call_output\",\"call_id\":\"a\",\"output\":{\"type\":\"computer_screenshot\",\"image_url\":\"x\"}}]"
+same_prompt "/v1/responses: a thought that is encrypted, or empty" "$both" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"reasoning\",\"id\":\"rs_1\",\"summary\":[],\"encrypted_content\":\"x\"},{\"type\":\"reasoning\",\"summary\":[],\"content\":[]},$(item a),$(result a r)]"
+same_prompt "/v1/responses: a thought that is a summary" "$hi,$(one a | sed 's/"tool_calls"/"reasoning_content":"Hm.","tool_calls"/'),$(gave a r)" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"reasoning\",\"summary\":[{\"type\":\"summary_text\",\"text\":\"Hm.\"}]},$(item a),$(result a r)]"
+
+# items and responses that are kept in memory
+ask /v1/responses "{\"max_output_tokens\":5,\"temperature\":0,\"input\":[$hi]}"
+first=$(sed 's/^{"id":"\([^"]*\)".*/\1/' "$tmp/out") message=$(sed 's/.*"id":"\(msg_[^"]*\)".*/\1/' "$tmp/out") answer=$(text text out)
+same_prompt "/v1/responses: a reference to an item" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"input\":[$hi,{\"type\":\"item_reference\",\"id\":\"$message\"},$and]"
+same_prompt "/v1/responses: a reference without a type" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"input\":[$hi,{\"id\":\"$message\"},$and]"
+same_prompt "/v1/responses: a response that is continued" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"previous_response_id\":\"$first\",\"input\":\"And?\",\"stream\":true"
+next=$(sed -n 's/.*"response":{"id":"\([^"]*\)".*/\1/p' "$tmp/out" | head -n 1) second=$(text delta out)
+same_prompt "/v1/responses: and its answer, with other instructions" "$(msg system S),$hi,$(msg assistant "$answer"),$and,$(msg assistant "$second"),$hi" /v1/responses \
+    "\"previous_response_id\":\"$next\",\"instructions\":\"S\",\"input\":[$hi],\"store\":false"
+last=$(sed 's/^{"id":"\([^"]*\)".*/\1/' "$tmp/out")
+refused "/v1/responses: store: false is not kept" 400 "store: false" /v1/responses "{\"previous_response_id\":\"$last\",\"input\":\"a\"}"
+refused "/v1/responses: an unknown response" 400 '"param":"previous_response_id"' /v1/responses '{"previous_response_id":"resp_0","input":"a"}'
+refused "/v1/responses: an unknown item" 400 "store: false" /v1/responses '{"input":[{"type":"item_reference","id":"msg_0"}]}'
+refused "/v1/responses: an item that is no object" 400 "input[1]: expected an object" /v1/responses "{\"input\":[$hi,\"a\"]}"
+for thread in '{"type":"create"}' '{"type":"continue","previous_message_id":"msg_0"}'; do
+    for path in /v1/messages /v1/messages/count_tokens; do
+        ask $path "{\"max_tokens\":1,\"thread\":$thread,\"messages\":[$hi]}"
+        ok "$path: thread $thread: 400" is 400
+        ok "$path: in the form that its clients know" has out '"details":{"error_code":"thread_unsupported_request","unsupported":["thread"]}},"request_id":"req_'
+    done
+done
+
+# ---- tools that are no functions -----------------------------------------------------------------
+forced='"input":"Hi.","max_output_tokens":400,"parallel_tool_calls":false'
+only_x='{"type":"object","properties":{"city":{"enum":["x"]}},"required":["city"],"additionalProperties":false}'
+space="{\"type\":\"namespace\",\"name\":\"many\",\"description\":\"d\",\"tools\":[{\"type\":\"function\",\"name\":\"g\",\"parameters\":$only_x},{\"type\":\"function\",\"name\":\"h\"}]}"
+custom='{"type":"custom","name":"patch","description":"d","format":{"type":"grammar","syntax":"lark","definition":"start: /a/"}}'
+ask /v1/responses "{$forced,\"tools\":[{\"type\":\"web_search\"},$space],\"tool_choice\":{\"type\":\"function\",\"name\":\"g\",\"namespace\":\"many\"}}" -D "$tmp/headers"
+ok "a tool of a namespace is called by its name there" has out '"name":"g","namespace":"many","arguments":"{\"city\":\"x\"}","status":"completed"}'
+ok "the tool before it is left out" warned 'tools\[0\] web_search: left out'
+called=$(sed 's/.*"output":\[\(.*\)\],"usage".*/\1/' "$tmp/out") call=$(sed 's/.*"call_id":"\([^"]*\)".*/\1/' "$tmp/out")
+ask /v1/responses "{\"max_output_tokens\":1,\"tools\":[{\"type\":\"web_search\"},$space],\"input\":[$hi,$called,$(result "$call" r)]}"
+ok "its call and result are read again, and only they are new" [ $(($(number input_tokens out) - $(number cached_tokens out))) -le 40 ]
+ask /v1/responses "{$forced,\"tools\":[$space],\"tool_choice\":{\"type\":\"function\",\"name\":\"g\",\"namespace\":\"many\"},\"stream\":true}" -N
+ok "and in a stream" count_of out '"name":"g","namespace":"many","arguments"' 3
+grammar='"grammar":"root ::= <|tool_call> \"call:patch{input:\" <|\"|> \"a\\n\" <|\"|> \"}\" <tool_call|>"'
+ask /v1/responses "{$forced,\"tools\":[$custom],\"tool_choice\":{\"type\":\"custom\",\"name\":\"patch\"},\"max_output_tokens\":20}"
+ok "a custom tool can be forced" has out '"type":"custom_tool_call","id":"ctc_'
+ask /v1/responses "{$forced,\"tools\":[$custom],\"tool_choice\":{\"type\":\"custom\",\"name\":\"patch\"},\"max_output_tokens\":20,\"stream\":true}" -N
+grep '^event: ' "$tmp/out" | sed 's/event: response\.//' | tr '\n' ' ' >"$tmp/a"
+ok "and in a stream" grep -q 'output_item.added custom_tool_call_input.delta custom_tool_call_input.done output_item.done ' "$tmp/a"
+ask $chat "{\"messages\":[$hi],\"max_tokens\":40,\"tools\":[{\"type\":\"custom\",\"custom\":{\"name\":\"patch\"}}],$grammar}"
+ok "a call of a custom tool has its input as a text" grep -q '"type":"custom","custom":{"name":"patch","input":"a\\n"}}\]' "$tmp/out"
+ask $chat "{\"messages\":[$hi],\"max_tokens\":40,\"tools\":[{\"type\":\"custom\",\"custom\":{\"name\":\"patch\"}}],$grammar,\"stream\":true}" -N
+ok "and in a stream" has out '"tool_calls":[{"index":0,"id":"call_'
+ok "with its input" has out '"type":"custom","custom":{"name":"patch","input":"a\n"}}]'
+ask $chat "{\"messages\":[$hi],\"max_tokens\":1,\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}},{\"type\":\"web_search_preview\"},{\"type\":\"mcp\",\"server_label\":\"s\"}]}" -D "$tmp/headers"
+ok "a function beside tools that are left out" is 200
+ok "which are named" warned 'tools\[1\] web_search_preview: left out.*; tools\[2\] mcp: left out'
+ask /v1/messages "{\"max_tokens\":90,\"messages\":[$hi],\"tools\":[{\"type\":\"bash_20250124\",\"name\":\"bash\"},{\"type\":\"computer_20250124\",\"name\":\"computer\",\"display_width_px\":9}],
+\"tool_choice\":{\"type\":\"tool\",\"name\":\"bash\",\"disable_parallel_tool_use\":true}}" -D "$tmp/headers"
+ok "/v1/messages: a tool that the client runs is a function" has out '"name":"bash","input":{'
+ok "/v1/messages: one that needs images is left out" warned 'tools\[1\] computer_20250124: left out'
+ask $chat "{\"messages\":[$hi],\"max_tokens\":1,\"tools\":[$(seq -s , 99 | sed 's/[0-9]*/{"type":"t&"}/g')]}" -D "$tmp/headers"
+ok "many warnings: the header is short, and says that there are more" warned '; \.\.$'
+refused "only tools that are left out, and a call is forced" 400 "tool_choice needs tools" /v1/responses "{$forced,\"tools\":[{\"type\":\"web_search\"}],\"tool_choice\":\"required\"}"
+
+# ---- unknown fields ------------------------------------------------------------------------------
+for field in temprature:temperature max_token:max_tokens maxTokens:max_tokens tool:tools top-p:top_p; do
+    ask $chat "{$user,\"max_tokens\":1,\"${field%:*}\":null}" -D "$tmp/headers"
+    ok "a field that is nearly ${field#*:}: 200" is 200
+    ok "a field that is nearly ${field#*:}: a warning" warned "${field%:*}: unknown field; did you mean ${field#*:}?"
+done
+for k in 1 2; do ask /v1/messages "{$user,\"max_tokens\":1,\"wholly_new\":$k}" -D "$tmp/headers"; done
+ok "another field: no warning" [ "$(grep -ci x-gemma4-warning "$tmp/headers")" -eq 0 ]
+ok "but one line in the log of the run" [ "$(grep -c '^# unknown field of a request, ignored: wholly_new$' "$tmp/main.log")" -eq 1 ]
 
 # ---- constrained answers: only one text is possible, for any model ---------------------------------------
 says() { # says NAME KEY TEXT: the strings with that key are this text, except for spaces after colons
@@ -579,7 +778,7 @@ asked='"instructions":"Be kind.","metadata":{"a":"b"},"tools":[{"type":"function
 ask /v1/responses "{\"input\":\"hi\",\"max_output_tokens\":1,\"temperature\":0.25,\"parallel_tool_calls\":false,\"user\":\"u\",$asked}"
 for part in '"instructions":"Be kind."' '"metadata":{"a":"b"}' '"tools":[{"type":"function","name":"f","parameters":{"type":"object"},"strict":false}]' \
     '"tool_choice":"none"' '"temperature":0.25,"top_p":0.5' '"max_output_tokens":1,' '"parallel_tool_calls":false' '"user":"u"' \
-    '"previous_response_id":null' '"truncation":"disabled"' '"text":{"format":{"type":"text"}}' '"store":false' '"background":false'; do
+    '"previous_response_id":null' '"truncation":"disabled"' '"text":{"format":{"type":"text"}}' '"store":true' '"background":false'; do
     ok "/v1/responses: the response has $part" has out "$part"
 done
 ask /v1/responses '{"input":"hi","max_output_tokens":1}'
@@ -650,7 +849,6 @@ refused "an empty stop" 400 "stop" $chat "{$user,\"stop\":[\"\"]}"
 refused "a bias out of range" 400 "logit_bias" $chat "{$user,\"logit_bias\":{\"999999\":1}}"
 refused "a sampler that is not there" 400 "xtc_probability" $chat "{$user,\"xtc_probability\":0.5}"
 refused "an unknown role" 400 "role" $chat '{"messages":[{"role":"wizard","content":"a"}]}'
-refused "a result without its call" 400 "tool_calls" $chat '{"messages":[{"role":"user","content":"a"},{"role":"tool","content":"a"}]}'
 refused "thinking that is not a switch" 400 "enable_thinking" $chat "{$user,\"chat_template_kwargs\":{\"enable_thinking\":\"yes\"}}"
 refused "no token left" 400 "logit_bias" $chat "{$user,\"logit_bias\":{$(seq -s ':-100,"' 0 4095 | sed 's/:-/":-/g; s/^/"/; s/$/":-100/')}}"
 ask $chat "{$user,\"max_tokens\":1,\"samplers\":\"top_k;top_p\",\"typical_p\":1,\"xtc_probability\":0,\"dry_multiplier\":0,\"dynatemp_range\":0,\"mirostat\":0,
