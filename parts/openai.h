@@ -380,7 +380,7 @@ static void put_plain_likely(TokText *out, Exchange *x, size_t end) {
     }
     for (; c->n_likely + n < job->n_likely; n++) {
         const size_t chars = n_chars(tok_piece(&x->t, l[n].id, false));        // 0: the rest of a character
-        if (c->chars >= end && chars) break;
+        if (c->chars >= end && chars && !(job->scores && job->done)) break;
         put(&offsets, n ? ",%z" : "%z", c->chars);
         c->chars += chars;
     }

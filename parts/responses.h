@@ -255,7 +255,8 @@ static void put_summary(TokText *out, TokStr text) { put(out, "{'type':'summary_
 static bool wants_summary(const Exchange *x) {
     GgufJson reasoning, v;
     return member(&x->asked, "reasoning", &reasoning) &&
-           (member(&reasoning, "summary", &v) || member(&reasoning, "generate_summary", &v));
+           (member(&reasoning, "summary", &v) || member(&reasoning, "generate_summary", &v)) &&
+           !gguf_json_is(&v, "none");
 }
 
 static void put_call_item(TokText *out, const Exchange *x, const char *id, const Call *call, const char *status) {

@@ -500,12 +500,13 @@ static void push_likely(Job *job, const Likely *l) {   // the caller holds the l
     job->likely[job->n_likely++] = *l;
 }
 
-// Only tokens that the client sees have probabilities, and after a prompt that has them the end of the turn: programs
-// that measure take the last one for the answer.
+// Only tokens that the client sees have probabilities. After a prompt that has them all tokens have, also the end of the
+// turn: programs that measure models expect as many as they asked for.
 static void add_likely(Server *srv, Slot *slot, const Event *e) {
     Job *job = slot->job;
-    if ((job->n_top < 0 && !job->ranked) || e->kind != EVENT_TOKEN || e->n_ids != 1 ||
-        tok_reply_thinks(session_reply(slot->s)) || (tok_is_stop(srv->t, e->ids[0]) && !job->scores)) return;
+    if ((job->n_top < 0 && !job->ranked) || e->kind != EVENT_TOKEN || e->n_ids != 1) return;
+    const bool hidden = tok_reply_thinks(session_reply(slot->s)) || tok_is_stop(srv->t, e->ids[0]);
+    if (hidden && !job->scores) return;
     Likely l;
     if (!session_logits(slot->s, srv->logits)) return;
     weigh(srv->logits, model_shape(srv->m).vocab, e->ids[0], job->n_top, &l);

@@ -288,6 +288,13 @@ ask /v1/completions '{"prompt":[[2,834]],"max_tokens":0,"logprobs":0,"echo":true
 ok "/v1/completions: echo of a prompt alone" grep -q '"text":"Once","logprobs":{"tokens":\["<bos>","Once"\],"token_logprobs":\[null,-[0-9.]*\],"top_logprobs":null,"text_offset":\[0,0\]},"finish_reason":"length"' "$tmp/out"
 ask /v1/completions '{"prompt":[[2],[2]],"max_tokens":1,"logprobs":1,"echo":true,"temperature":0}'
 ok "/v1/completions: echo: an answer that ends at once is a token too" count_is 2 '"tokens":["<bos>","<|turn>"]'
+channel=$(curl -sS -m 60 --data-binary '{"content":"<|channel>","parse_special":true}' "$url/tokenize" | sed 's/.*\[\([0-9]*\).*/\1/')
+for n in 1 3; do
+    for stream in false true; do
+        ask /v1/completions "{\"prompt\":[2,834],\"max_tokens\":$n,\"logprobs\":1,\"echo\":true,\"logit_bias\":{\"$channel\":100},\"stream\":$stream}" -N
+        ok "/v1/completions: echo: all $n tokens of a thought have probabilities, stream $stream" [ "$(list token_logprobs | tr ',' '\n' | wc -l)" -eq $((2 + n)) ]
+    done
+done
 ask /v1/completions '{"prompt":"Once","max_tokens":2,"temperature":0,"echo":true}'
 ok "/v1/completions: echo without probabilities" has out '"text":"Once upon a","logprobs":null'
 ask /completion '{"prompt":"Once upon a time","temperature":0,"n_predict":10}'
