@@ -500,8 +500,8 @@ static void push_likely(Job *job, const Likely *l) {   // the caller holds the l
     job->likely[job->n_likely++] = *l;
 }
 
-// Only tokens that the client sees have probabilities. After a prompt that has them all tokens have, also the end of the
-// turn: programs that measure models expect as many as they asked for.
+// Only tokens that the client sees have probabilities. After a prompt that has them, all tokens have them, also the end
+// of the turn: programs that measure models expect as many as they asked for.
 static void add_likely(Server *srv, Slot *slot, const Event *e) {
     Job *job = slot->job;
     if ((job->n_top < 0 && !job->ranked) || e->kind != EVENT_TOKEN || e->n_ids != 1) return;
