@@ -104,7 +104,8 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *
         if (!member(&m, "role", &role) ||
             !(gguf_json_is(&role, "user") || gguf_json_is(&role, "assistant") || gguf_json_is(&role, "system")))
             return refuse(&x->fault, 400, "messages", "messages[%d].role: expected user, assistant or system", i);
-        if (!member(&m, "content", &content) || (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY))
+        if (!member(&m, "content", &content)) content = (GgufJson){ GGUF_J_STRING, "\"\"", 2 };
+        if (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY)
             return refuse(&x->fault, 400, "messages", "messages[%d].content: expected a string or a list", i);
         GgufJson after = rest, next;
         *continues = gguf_json_is(&role, "assistant") && content.n > 2;

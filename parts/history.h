@@ -105,8 +105,8 @@ static bool append_document(TokText *out, const GgufJson *part) {
     return ok;
 }
 
-// Appends a part of a content as one that is text. A thought among the parts is left out, as in the template. is_new: it
-// is refused if it has no text.
+// Appends a part of a content as one that is text. A thought among the parts is left out. is_new: it is refused if it
+// has no text.
 static bool put_text_part(Exchange *x, TokText *out, const GgufJson *part, bool is_new) {
     GgufJson v;
     TokText text = { 0 };

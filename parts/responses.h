@@ -129,6 +129,8 @@ static bool put_input_item(Exchange *x, TokText *out, Said *said, GgufJson item,
             refuse(&x->fault, 400, "input", "input[%d]: item '%s' is not kept here (any more); send whole items, as "
                                             "clients do with store: false",
                    i, id);
+        if (ok && out->n + copy.n > RECENT_BYTES)      // a short reference may stand for a long item
+            ok = refuse(&x->fault, 400, "input", "input[%d]: the items are longer than %d bytes", i, RECENT_BYTES);
     }
     if (ok) {
         if (x->keeps) put(&x->kept, x->kept.n ? ",%r" : "%r", raw(&item));
