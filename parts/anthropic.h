@@ -22,7 +22,7 @@ static bool put_results(Exchange *x, TokText *out, const GgufJson *content) {
 }
 
 // Appends the content, thoughts and calls of a message; put_results() has done the rest of it.
-static void put_blocks(TokText *out, const GgufJson *content) {
+static void put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
     GgufJson rest = *content, part, id, name, v;
     TokText parts = { 0 }, thought = { 0 }, calls = { 0 };
     while (gguf_json_next(&rest, NULL, &part)) {
@@ -32,7 +32,9 @@ static void put_blocks(TokText *out, const GgufJson *content) {
         } else if (is_type(&part, "tool_use") && member(&part, "id", &id) && member(&part, "name", &name)) {
             if (!member(&part, "input", &v)) v = (GgufJson){ GGUF_J_OBJECT, "{}", 2 };
             put_past_call(&calls, &id, &name, &v);
-        } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
+        } else if (is_type(&part, "redacted_thinking")) {
+            warn(x, "redacted_thinking: left out, it is encrypted");
+        } else if (!is_type(&part, "tool_result")) {
             put(&parts, parts.n ? ",%r" : "%r", raw(&part));
         }
     }
@@ -118,7 +120,7 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *
         if (only_results(&content)) continue;
         put(out, ",{'role':%r", raw(&role));
         if (content.type == GGUF_J_STRING) put(out, ",'content':%r", raw(&content));
-        else put_blocks(out, &content);
+        else put_blocks(x, out, &content);
         put(out, "}");
     }
     return true;

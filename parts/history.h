@@ -111,7 +111,10 @@ static bool put_text_part(Exchange *x, TokText *out, const GgufJson *part, bool 
     GgufJson v;
     TokText text = { 0 };
     char type[64];
-    if (is_type(part, "thinking") || is_type(part, "redacted_thinking") || is_type(part, "reasoning")) return true;
+    if (is_type(part, "thinking") || is_type(part, "redacted_thinking") || is_type(part, "reasoning")) {
+        warn(x, "thoughts among the parts of a content: left out");
+        return true;
+    }
     put_comma(out);
     put(out, "{'type':'text','text':");
     const bool has_text = part->type == GGUF_J_STRING || ((member(part, "text", &v) || member(part, "refusal", &v)) &&

@@ -446,6 +446,7 @@ same_prompt "/v1/messages: thoughts that are hidden or empty" "$hi,$(msg assista
 {\"type\":\"redacted_thinking\",\"data\":\"x\"},{\"type\":\"thinking\",\"thinking\":\"\",\"signature\":\"x\"},$(block Yes.)]},$and]"
 same_prompt "thoughts among the parts" "$hi,$(msg assistant Yes.),$and" $chat "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
 {\"type\":\"thinking\",\"thinking\":\"Hm.\"},$(block Yes.)]},$and]"
+ok "with a warning" warned 'thoughts among the parts of a content: left out'
 refused "/v1/responses: an image to be answered now" 400 "input_image: expected text; images" /v1/responses \
     '{"input":[{"role":"user","content":[{"type":"input_text","text":"a"},{"type":"input_image","image_url":"x"}]}]}'
 refused "a file to be answered now, before instructions" 400 "file: expected text" $chat "{\"messages\":[$hi,$(msg assistant Yes.),
@@ -469,6 +470,7 @@ same_prompt "/v1/responses: a picture of the screen" "$hi,$(named computer '{}')
     "\"input\":[$hi,{\"type\":\"computer_call\",\"call_id\":\"a\"},{\"type\":\"computer_call_output\",\"call_id\":\"a\",\"output\":{\"type\":\"computer_screenshot\",\"image_url\":\"x\"}}]"
 same_prompt "/v1/responses: a thought that is encrypted, or empty" "$both" /v1/responses \
     "\"input\":[$hi,{\"type\":\"reasoning\",\"id\":\"rs_1\",\"summary\":[],\"encrypted_content\":\"x\"},{\"type\":\"reasoning\",\"summary\":[],\"content\":[]},$(item a),$(result a r)]"
+ok "/v1/responses: an encrypted thought: a warning" warned 'reasoning: left out, it is encrypted'
 same_prompt "/v1/responses: a thought that is a summary" "$hi,$(one a | sed 's/"tool_calls"/"reasoning_content":"Hm.","tool_calls"/'),$(gave a r)" /v1/responses \
     "\"input\":[$hi,{\"type\":\"reasoning\",\"summary\":[{\"type\":\"summary_text\",\"text\":\"Hm.\"}]},$(item a),$(result a r)]"
 
