@@ -140,7 +140,8 @@ static bool messages_convert(Exchange *x, TokText *out) {
     static const char *const known[] = {
         "model", "system", "messages", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k",
         "stop_sequences", "stream", "output_format", "output_config", "metadata", "thinking", "service_tier",
-        "context_management", "mcp_servers", "container", "inference_geo", "speed", "betas", NULL
+        "context_management", "mcp_servers", "container", "inference_geo", "speed", "betas", "cache_control",
+        "diagnostics", NULL
     };
     GgufJson root, v;
     TokText list = { 0 };

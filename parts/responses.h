@@ -90,7 +90,8 @@ static bool put_item(Exchange *x, TokText *out, Said *said, const GgufJson *item
         if (!member(item, "output", &v)) v = none;
         put(out, ",{'role':'tool','tool_call_id':%r,'content':", raw(&id));
         put(out, v.type == GGUF_J_OBJECT ? "[%r]}" : "%r}", raw(&v));      // an object: a picture of the screen
-    } else if (member(item, "role", &role)) {
+    } else if (member(item, "role", &role) && (member(item, "content", &v) || !member(item, "type", &id) ||
+                                               is_type(item, "message"))) {
         if (!member(item, "content", &v)) v = none;
         put(out, ",{'role':%r,'content':", raw(&role));
         ok = put_content(x, out, &v, "input");

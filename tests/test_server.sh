@@ -453,11 +453,13 @@ refused "a file to be answered now, before instructions" 400 "file: expected tex
 {\"role\":\"user\",\"content\":[{\"type\":\"file\",\"file\":{\"file_id\":\"x\"}}]},$(msg developer d)]}"
 
 # items of /v1/responses
-for kind in web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools mcp_approval_request compaction; do
+for kind in web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools mcp_approval_request compaction program; do
     same_prompt "/v1/responses: an item $kind" "$hi,$(msg assistant "[$kind left out]"),$(msg assistant Yes.),$and" /v1/responses \
         "\"input\":[$hi,{\"type\":\"$kind\",\"id\":\"x_1\",\"status\":\"completed\",\"action\":{\"type\":\"search\"}},$(msg assistant Yes.),$and]"
     ok "/v1/responses: an item $kind: a warning" warned "$kind: replaced by a placeholder"
 done
+same_prompt "/v1/responses: an item with a role and no content" "$hi,$(msg assistant "[additional_tools left out]"),$and" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"additional_tools\",\"role\":\"developer\",\"tools\":[]},$and]"
 named() { printf '{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"%s","arguments":%s}}]}' "$1" "$2"; }
 for kind in "custom_tool_call,\"name\":\"g\",\"input\":\"x y\"|g|{\"input\":\"x y\"}" "local_shell_call,\"action\":{\"command\":[\"ls\"]}|local_shell|{\"command\":[\"ls\"]}" \
     "computer_call,\"action\":{\"type\":\"wait\"}|computer|{\"type\":\"wait\"}" "function_call,\"namespace\":\"n\",\"name\":\"g\",\"arguments\":\"{}\"|n__g|{}"; do
