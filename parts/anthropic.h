@@ -22,7 +22,7 @@ static bool put_results(Exchange *x, TokText *out, const GgufJson *content) {
 }
 
 // Appends the content, thoughts and calls of a message; put_results() has done the rest of it.
-static void put_blocks(TokText *out, const GgufJson *content) {
+static void put_blocks(Exchange *x, TokText *out, const GgufJson *content) {
     GgufJson rest = *content, part, id, name, v;
     TokText parts = { 0 }, thought = { 0 }, calls = { 0 };
     while (gguf_json_next(&rest, NULL, &part)) {
@@ -32,7 +32,9 @@ static void put_blocks(TokText *out, const GgufJson *content) {
         } else if (is_type(&part, "tool_use") && member(&part, "id", &id) && member(&part, "name", &name)) {
             if (!member(&part, "input", &v)) v = (GgufJson){ GGUF_J_OBJECT, "{}", 2 };
             put_past_call(&calls, &id, &name, &v);
-        } else if (!is_type(&part, "tool_result") && !is_type(&part, "redacted_thinking")) {
+        } else if (is_type(&part, "redacted_thinking")) {
+            warn(x, "redacted_thinking: left out, it is encrypted");
+        } else if (!is_type(&part, "tool_result")) {
             put(&parts, parts.n ? ",%r" : "%r", raw(&part));
         }
     }
@@ -104,7 +106,8 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *
         if (!member(&m, "role", &role) ||
             !(gguf_json_is(&role, "user") || gguf_json_is(&role, "assistant") || gguf_json_is(&role, "system")))
             return refuse(&x->fault, 400, "messages", "messages[%d].role: expected user, assistant or system", i);
-        if (!member(&m, "content", &content) || (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY))
+        if (!member(&m, "content", &content)) content = (GgufJson){ GGUF_J_STRING, "\"\"", 2 };
+        if (content.type != GGUF_J_STRING && content.type != GGUF_J_ARRAY)
             return refuse(&x->fault, 400, "messages", "messages[%d].content: expected a string or a list", i);
         GgufJson after = rest, next;
         *continues = gguf_json_is(&role, "assistant") && content.n > 2;
@@ -117,7 +120,7 @@ static bool put_messages(Exchange *x, TokText *out, const GgufJson *root, bool *
         if (only_results(&content)) continue;
         put(out, ",{'role':%r", raw(&role));
         if (content.type == GGUF_J_STRING) put(out, ",'content':%r", raw(&content));
-        else put_blocks(out, &content);
+        else put_blocks(x, out, &content);
         put(out, "}");
     }
     return true;
@@ -137,7 +140,8 @@ static bool messages_convert(Exchange *x, TokText *out) {
     static const char *const known[] = {
         "model", "system", "messages", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k",
         "stop_sequences", "stream", "output_format", "output_config", "metadata", "thinking", "service_tier",
-        "context_management", "mcp_servers", "container", "inference_geo", "speed", "betas", NULL
+        "context_management", "mcp_servers", "container", "inference_geo", "speed", "betas", "cache_control",
+        "diagnostics", NULL
     };
     GgufJson root, v;
     TokText list = { 0 };

@@ -105,13 +105,16 @@ static bool append_document(TokText *out, const GgufJson *part) {
     return ok;
 }
 
-// Appends a part of a content as one that is text. A thought among the parts is left out, as in the template. is_new: it
-// is refused if it has no text.
+// Appends a part of a content as one that is text. A thought among the parts is left out. is_new: it is refused if it
+// has no text.
 static bool put_text_part(Exchange *x, TokText *out, const GgufJson *part, bool is_new) {
     GgufJson v;
     TokText text = { 0 };
     char type[64];
-    if (is_type(part, "thinking") || is_type(part, "redacted_thinking") || is_type(part, "reasoning")) return true;
+    if (is_type(part, "thinking") || is_type(part, "redacted_thinking") || is_type(part, "reasoning")) {
+        warn(x, "thoughts among the parts of a content: left out");
+        return true;
+    }
     put_comma(out);
     put(out, "{'type':'text','text':");
     const bool has_text = part->type == GGUF_J_STRING || ((member(part, "text", &v) || member(part, "refusal", &v)) &&

@@ -7,10 +7,11 @@
 #if defined USE_MICROHTTPD || defined TESTING
 enum { RECENT = 4096, RECENT_BYTES = 32 << 20 };       // most texts, and most bytes of all of them
 
-typedef struct { uint64_t hash; char id[64], previous[64]; TokText text; } Kept;        // hash: of the id
+typedef struct { char id[64], previous[64]; TokText text; } Kept;
 
-// Texts first .. end - 1 are kept; text i is in ring[i % RECENT]. Start with {0}. The caller holds a lock.
-typedef struct { Kept *ring; size_t first, end, bytes; } Recent;       // ring: (RECENT), or NULL
+// Texts first .. end - 1 are kept; text i is in ring[i % RECENT], the hash of its id in hashes[i % RECENT]. Start with
+// {0}. The caller holds a lock.
+typedef struct { Kept *ring; uint64_t *hashes; size_t first, end, bytes; } Recent;      // both: (RECENT), or NULL
 
 static inline void recent_drop(Recent *r) {                   // the oldest text
     Kept *k = &r->ring[r->first++ % RECENT];
@@ -22,10 +23,14 @@ static inline void recent_drop(Recent *r) {                   // the oldest text
 // belongs to the text, or "".
 static inline void recent_add(Recent *r, const char *id, const char *previous, TokStr text) {
     if (text.n > RECENT_BYTES || strlen(id) >= sizeof r->ring->id || strlen(previous) >= sizeof r->ring->id) return;
-    if (!r->ring) r->ring = alloc_or_die(RECENT, sizeof *r->ring);
+    if (!r->ring) {
+        r->ring = alloc_or_die(RECENT, sizeof *r->ring);
+        r->hashes = alloc_or_die(RECENT, sizeof *r->hashes);
+    }
     while (r->end - r->first == RECENT || r->bytes + text.n > RECENT_BYTES) recent_drop(r);
+    r->hashes[r->end % RECENT] = hash_bytes(id, strlen(id));
     Kept *k = &r->ring[r->end++ % RECENT];
-    *k = (Kept){ .hash = hash_bytes(id, strlen(id)) };
+    *k = (Kept){ 0 };
     snprintf(k->id, sizeof k->id, "%s", id);
     snprintf(k->previous, sizeof k->previous, "%s", previous);
     if (!tok_text_append(&k->text, text.s, text.n)) die("out of memory for an item of %zu bytes", text.n);
@@ -36,8 +41,9 @@ static inline void recent_add(Recent *r, const char *id, const char *previous, T
 static inline const Kept *recent_find(const Recent *r, const char *id) {
     const uint64_t hash = hash_bytes(id, strlen(id));
     for (size_t i = r->end; i-- > r->first; ) {
+        if (r->hashes[i % RECENT] != hash) continue;
         const Kept *k = &r->ring[i % RECENT];
-        if (k->hash == hash && !strcmp(k->id, id)) return k;
+        if (!strcmp(k->id, id)) return k;
     }
     return NULL;
 }
@@ -45,6 +51,7 @@ static inline const Kept *recent_find(const Recent *r, const char *id) {
 static inline void recent_free(Recent *r) {
     while (r->first < r->end) recent_drop(r);
     free(r->ring);
+    free(r->hashes);
 }
 
 #endif

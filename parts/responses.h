@@ -57,14 +57,15 @@ static void take_call(Said *said, const GgufJson *item, const GgufJson *id, TokS
 }
 
 // Takes an item of the input if it is a thought or a call. False: it is neither.
-static bool take_said(Said *said, const GgufJson *item) {
+static bool take_said(Exchange *x, Said *said, const GgufJson *item) {
     GgufJson id, v;
     TokText text = { 0 };
     if (is_type(item, "reasoning")) {
         said->thought.n = 0;
         if (member(item, "content", &v)) append_content(&text, &v);
         if (!text.n && member(item, "summary", &v)) append_content(&text, &v);
-        if (text.n) put(&said->thought, "%t", text_of(&text));         // else it is encrypted, or empty
+        if (text.n) put(&said->thought, "%t", text_of(&text));
+        else if (member(item, "encrypted_content", &v)) warn(x, "reasoning: left out, it is encrypted");
         tok_text_free(&text);
         return true;
     }
@@ -80,7 +81,7 @@ static bool put_item(Exchange *x, TokText *out, Said *said, const GgufJson *item
     const GgufJson none = { GGUF_J_STRING, "\"\"", 2 };
     GgufJson role, id, v = none;
     TokText stem = { 0 };
-    if (take_said(said, item)) return true;
+    if (take_said(x, said, item)) return true;
     put_said_calls(out, said);
     const bool result = type_ends(item, "_output", &stem) && member(item, "call_id", &id) && id.type == GGUF_J_STRING;
     tok_text_free(&stem);
@@ -89,7 +90,8 @@ static bool put_item(Exchange *x, TokText *out, Said *said, const GgufJson *item
         if (!member(item, "output", &v)) v = none;
         put(out, ",{'role':'tool','tool_call_id':%r,'content':", raw(&id));
         put(out, v.type == GGUF_J_OBJECT ? "[%r]}" : "%r}", raw(&v));      // an object: a picture of the screen
-    } else if (member(item, "role", &role)) {
+    } else if (member(item, "role", &role) && (member(item, "content", &v) || !member(item, "type", &id) ||
+                                               is_type(item, "message"))) {
         if (!member(item, "content", &v)) v = none;
         put(out, ",{'role':%r,'content':", raw(&role));
         ok = put_content(x, out, &v, "input");
@@ -129,6 +131,8 @@ static bool put_input_item(Exchange *x, TokText *out, Said *said, GgufJson item,
             refuse(&x->fault, 400, "input", "input[%d]: item '%s' is not kept here (any more); send whole items, as "
                                             "clients do with store: false",
                    i, id);
+        if (ok && out->n + copy.n > RECENT_BYTES)      // a short reference may stand for a long item
+            ok = refuse(&x->fault, 400, "input", "input[%d]: the items are longer than %d bytes", i, RECENT_BYTES);
     }
     if (ok) {
         if (x->keeps) put(&x->kept, x->kept.n ? ",%r" : "%r", raw(&item));

@@ -545,21 +545,28 @@ same_prompt "/v1/messages: a tool's results: an image, a reference, a search res
 {\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":{}}]},
 {\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":[{\"type\":\"image\",\"source\":{\"type\":\"base64\",\"media_type\":\"image/png\",\"data\":\"iVBO\"}},
 {\"type\":\"tool_reference\",\"tool_name\":\"g\"},{\"type\":\"search_result\",\"title\":\"T\",\"source\":\"x\",\"content\":[$(block abc)]}]}]}]"
+for given in '"content":null' '"role":"assistant"' '"content":[]'; do
+    ask /v1/messages "{\"max_tokens\":1,\"messages\":[$hi,{\"role\":\"assistant\",$given},$and]}"
+    ok "/v1/messages: an old message without text: $given" is 200
+done
 same_prompt "/v1/messages: thoughts that are hidden or empty" "$hi,$(msg assistant Yes.),$and" /v1/messages "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
 {\"type\":\"redacted_thinking\",\"data\":\"x\"},{\"type\":\"thinking\",\"thinking\":\"\",\"signature\":\"x\"},$(block Yes.)]},$and]"
 same_prompt "thoughts among the parts" "$hi,$(msg assistant Yes.),$and" $chat "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
 {\"type\":\"thinking\",\"thinking\":\"Hm.\"},$(block Yes.)]},$and]"
+ok "with a warning" warned 'thoughts among the parts of a content: left out'
 refused "/v1/responses: an image to be answered now" 400 "input_image: expected text; images" /v1/responses \
     '{"input":[{"role":"user","content":[{"type":"input_text","text":"a"},{"type":"input_image","image_url":"x"}]}]}'
 refused "a file to be answered now, before instructions" 400 "file: expected text" $chat "{\"messages\":[$hi,$(msg assistant Yes.),
 {\"role\":\"user\",\"content\":[{\"type\":\"file\",\"file\":{\"file_id\":\"x\"}}]},$(msg developer d)]}"
 
 # items of /v1/responses
-for kind in web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools mcp_approval_request compaction; do
+for kind in web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools mcp_approval_request compaction program; do
     same_prompt "/v1/responses: an item $kind" "$hi,$(msg assistant "[$kind left out]"),$(msg assistant Yes.),$and" /v1/responses \
         "\"input\":[$hi,{\"type\":\"$kind\",\"id\":\"x_1\",\"status\":\"completed\",\"action\":{\"type\":\"search\"}},$(msg assistant Yes.),$and]"
     ok "/v1/responses: an item $kind: a warning" warned "$kind: replaced by a placeholder"
 done
+same_prompt "/v1/responses: an item with a role and no content" "$hi,$(msg assistant "[additional_tools left out]"),$and" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"additional_tools\",\"role\":\"developer\",\"tools\":[]},$and]"
 named() { printf '{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"%s","arguments":%s}}]}' "$1" "$2"; }
 for kind in "custom_tool_call,\"name\":\"g\",\"input\":\"x y\"|g|{\"input\":\"x y\"}" "local_shell_call,\"action\":{\"command\":[\"ls\"]}|local_shell|{\"command\":[\"ls\"]}" \
     "computer_call,\"action\":{\"type\":\"wait\"}|computer|{\"type\":\"wait\"}" "function_call,\"namespace\":\"n\",\"name\":\"g\",\"arguments\":\"{}\"|n__g|{}"; do
@@ -572,6 +579,7 @@ same_prompt "/v1/responses: a picture of the screen" "$hi,$(named computer '{}')
     "\"input\":[$hi,{\"type\":\"computer_call\",\"call_id\":\"a\"},{\"type\":\"computer_call_output\",\"call_id\":\"a\",\"output\":{\"type\":\"computer_screenshot\",\"image_url\":\"x\"}}]"
 same_prompt "/v1/responses: a thought that is encrypted, or empty" "$both" /v1/responses \
     "\"input\":[$hi,{\"type\":\"reasoning\",\"id\":\"rs_1\",\"summary\":[],\"encrypted_content\":\"x\"},{\"type\":\"reasoning\",\"summary\":[],\"content\":[]},$(item a),$(result a r)]"
+ok "/v1/responses: an encrypted thought: a warning" warned 'reasoning: left out, it is encrypted'
 same_prompt "/v1/responses: a thought that is a summary" "$hi,$(one a | sed 's/"tool_calls"/"reasoning_content":"Hm.","tool_calls"/'),$(gave a r)" /v1/responses \
     "\"input\":[$hi,{\"type\":\"reasoning\",\"summary\":[{\"type\":\"summary_text\",\"text\":\"Hm.\"}]},$(item a),$(result a r)]"
 
