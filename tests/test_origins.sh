@@ -122,6 +122,17 @@ ok "no key: 401" is 401
 may_read "no key" https://app.example
 from https://app.example /api/tags -H 'x-api-key: secret'
 may_read "Ollama's list" https://app.example
+for path in /api/version /api/tags /api/ps; do                       # a client of Ollama within a desktop program
+    from app://obsidian.md $path -H "$key"
+    ok "a desktop client, $path" is 200
+    may_read "a desktop client, $path" app://obsidian.md
+done
+from app://obsidian.md /api/show -H "$key" -d '{"name":"gemma4-mini-q8_0:latest"}'
+ok "a desktop client, /api/show" has '"capabilities":["completion"'
+from app://obsidian.md /api/chat -H "$key" -H 'Content-Type: application/json' -d '{"model":"gemma4-mini-q8_0:latest","messages":[{"role":"system",
+"content":"Be brief."},{"role":"user","content":"Hi","images":[]}],"stream":true,"keep_alive":"5m","options":{"num_predict":3,"num_ctx":4096}}'
+ok "a desktop client, /api/chat" has '"done":true,"done_reason":'
+may_read "a desktop client, /api/chat" app://obsidian.md
 from https://app.example /nowhere -H "$key"
 ok "an unknown path: 404" is 404
 may_read "an unknown path" https://app.example
