@@ -229,15 +229,6 @@ typedef struct {              // result of a test
     double density;           // fraction of the blocks that a sparse prompt attended to; 0: it was dense
 } BenchResult;
 
-static void model_size(const Model *m, double *bytes, double *params) {
-    *bytes = *params = 0;
-    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
-        const GgufTensor *t = &m->gguf.tensors[i];
-        *bytes += (double)t->size;
-        *params += (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
-    }
-}
-
 static void print_markdown_head(const Bench *b, int width) {           // width: of the column "test"
     const bool launches = b->m->ops->launches != NULL;
     const char *line = "------------------------------";
@@ -256,10 +247,9 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
     const Model *m = b->m;
     const Ops *op = m->ops;
     const int width = o->random_fill ? 30 : 15;
-    double bytes, params;
+    const double bytes = model_size(m).bytes, params = model_size(m).params;
     char size[32], count[32], speed[48], read_rate[48] = "";
     if (first) print_markdown_head(b, width);
-    model_size(m, &bytes, &params);
     snprintf(size, sizeof size, "%.2f %s", bytes / (bytes < 0x1p30 ? 0x1p20 : 0x1p30), bytes < 0x1p30 ? "MiB" : "GiB");
     snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
     snprintf(speed, sizeof speed, "%.2f ± %.2f", r->mean, r->sd);
@@ -280,10 +270,9 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
 // Prints a result as CSV or JSON, with more fields.
 static void print_fields(const Bench *b, const BenchOptions *o, const BenchResult *r, bool first) {
     const Model *m = b->m;
-    double bytes, params;
-    model_size(m, &bytes, &params);
+    const ModelSize size = model_size(m);
     const NamedNumber numbers[] = {
-        { "model_size", bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
+        { "model_size", size.bytes }, { "model_n_params", size.params }, { "n_ubatch", m->options.n_batch },
         { "n_threads", count_threads() }, { "n_prompt", r->kind == PROMPT_TEST ? r->n : 0 },
         { "n_gen", r->kind == GENERATE_TEST || r->kind == FORCED_TEST ? r->n : 0 }, { "n_depth", b->depth },
         { "avg_ts", r->mean }, { "stddev_ts", r->sd }, { "read_bytes_per_s", r->rate },

@@ -10,7 +10,6 @@
 // gemma4 MODEL [flags] generates text; gemma4 VERB MODEL [flags] does something else. One table describes every flag:
 // its names, its value, the field that stores the value, and the text that --help prints.
 
-#define VERSION "0.1"
 #define PFLASH_ALPHA 0.1                // value of --pflash without a number: docs/quality.md
 #define PFLASH_ALPHA_TEXT "0.1"
 #define KV_TYPES "f16|f32|bf16|q8_0|q4_0|tq4|tq3"
@@ -40,14 +39,14 @@ typedef struct {
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
     const char *fill, *svg, *scorer, *card, *backend;
-    const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
+    const char *host, *api_key, *api_key_file, *alias, *session_dir, *public_url;            // serve
     double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, tail, draft_max, draft_min_p, tree;
     double pflash, pflash_from, pflash_density, n_needles, compress, last;
-    TextList biases, stops;
+    TextList biases, stops, origins;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
         lazy_draft;
     bool log_text, help, version;
@@ -269,6 +268,11 @@ static const Flag flags[] = {
       "serve: key that every request must send; default: none" },
     { "--api-key-file", NULL, "FILE", FLAG_TEXT, SERVE, FIELD(api_key_file), 0, 0,
       "serve: read the key from the first line of this file; default: none" },
+    { "--allow-origin", NULL, "ORIGIN", FLAG_LIST, SERVE, FIELD(origins), 0, 0,
+      "serve: let web pages of ORIGIN use the API: https://app.example, app://obsidian.md; *: of every site; may be "
+      "repeated; default: only the server's own page" },
+    { "--public-url", NULL, "URL", FLAG_TEXT, SERVE, FIELD(public_url), 0, 0,
+      "serve: address at which a reverse proxy offers this server, for its own page; default: none" },
     { "--alias", NULL, "NAME", FLAG_TEXT, SERVE, FIELD(alias), 0, 0,
       "serve: model name in the API; default: the file name" },
     { "--queue", NULL, "N", FLAG_INT, SERVE, FIELD(queue), 0, 100000,
@@ -968,8 +972,10 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
                        .chunk = (int)f->chunk, .session_dir = f->session_dir,
                        .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
+                       .origins = f->origins, .public_url = f->public_url,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
+    check_origins(&s);
     o.n_seqs = (int)f->parallel;
     o.host_memory = s.cache_ram;
     s.drafting = drafting_of(f, ops, &o);

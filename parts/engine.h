@@ -5,7 +5,7 @@
  * session_open(), session_start() and session_next(): an answer is these four, the last one in a loop.
  *
  * THREADS  One thread uses a model and its sessions. Any thread, and a signal handler, may call session_cancel(). Any
- *          thread may read model_options(), model_shape() and model_path(), which do not change.
+ *          thread may read model_options(), model_shape(), model_size() and model_path(), which do not change.
  * ERRORS   Bad files and options end the process with one line while a model is opened. Later a function that fails
  *          returns false or -1, and session_error() says why.
  *   [1] A model    [2] Drafts    [3] Prompts, answers, events    [4] Sessions
@@ -14,6 +14,8 @@
 #define ENGINE_H
 
 // ==== [1] A model ===================================================================================================
+
+#define VERSION "0.1"         // of this program
 
 enum { MAX_SESSIONS = 64,     // of a model, and so of a step
        MAX_CONTEXT = 1 << 24 };
@@ -67,7 +69,13 @@ typedef struct {              // bytes
 typedef struct {              // what the file says of the model
     int vocab, dim;           // tokens; width of the residual stream
     int window;               // tokens that a sliding layer attends to
+    int trained;              // tokens of the longest text that it was trained with
 } ModelShape;
+
+typedef struct {              // weights in the file
+    double bytes, params, on_device;   // on_device: bytes that the backend keeps itself
+    const char *type;         // that of most parameters
+} ModelSize;
 
 // Opens a file, checks it, plans and reserves memory. Dies with one line if that fails. dump_dir: see dump.h, or NULL.
 API Model *model_open(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir);
@@ -78,7 +86,9 @@ API void print_plan(Model *m);                                       // model, m
 
 API const ModelOptions *model_options(const Model *m);               // as the plan has settled them: n_ctx, n_batch
 API ModelShape model_shape(const Model *m);
+API ModelSize model_size(const Model *m);
 API const char *model_path(const Model *m);
+API TokStr model_template(Model *m);                                 // Jinja source of the chat template; or none
 API const char *model_name(const Model *m);                          // for people; until the next call
 API size_t snapshot_bytes(Model *m);                                 // of a prefix snapshot; 0: a session needs none
 API bool chunk_is_free(const Model *m, int chunk);                   // true if the chunk size cannot change results
@@ -219,6 +229,10 @@ API void session_rollback(Session *s);                               // goes bac
 // Runs n tokens and keeps them, without an answer. n_later: tokens of the same prompt that follow in another call; 0:
 // none, and session_logits() gives those of the last token.
 API void session_append(Session *s, const int32_t *ids, int n, int n_later);
+// Runs the first of n >= 1 tokens, as many as a step can have logits of, and keeps them. Returns their number.
+// session_row_logits() then gives the logits (vocab) after token i of these, until the next step of any session.
+API int session_append_rows(Session *s, const int32_t *ids, int n);
+API void session_row_logits(Session *s, int i, float *logits);
 
 // ==== [5] Sessions in files =========================================================================================
 

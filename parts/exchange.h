@@ -20,19 +20,36 @@ typedef struct Exchange Exchange;
 typedef struct {              // the form of an endpoint
     const char *prefix;       // of ids
     bool (*convert)(Exchange *x, TokText *out);        // rewrites the body as a chat's; NULL: it is one
-    bool (*ask)(Exchange *x, const Request *r);        // makes the prompt. False: it is refused
-    void (*begin)(Exchange *x);                        // a stream: its beginning
-    void (*text)(Exchange *x, TokStr thought, TokStr content);
+    bool (*ask)(Exchange *x, Request *r);              // makes the prompts. False: it is refused
+    // a stream: the events of x->choice
+    void (*begin)(Exchange *x);
+    void (*text)(Exchange *x, TokStr thought, TokStr content);       // one of them; the other is empty
     void (*call)(Exchange *x, int i);
-    void (*end)(Exchange *x);
-    void (*whole)(Exchange *x, TokText *out);          // the whole answer
+    void (*end)(Exchange *x);                          // x->ended: it is the last one
+    void (*whole)(Exchange *x, TokText *out);          // the whole answer: all choices
+    void (*fail)(Exchange *x);                         // a stream: an event for x->job->fault; NULL: OpenAI's older one
+    const char *idle;                                  // a stream, after 10 seconds without events; NULL: a comment
 } Api;
 
 typedef struct Endpoint {
-    const char *method, *path;         // a path that ends in / matches all that begin with it, except /
+    const char *method, *path;         // method NULL: any; a path that ends in / matches all that begin with it, but /
     void (*answer)(Exchange *x);
     bool open;                // needs no key
 } Endpoint;
+
+enum { MAX_CHOICES = 128 };   // answers to one request
+
+typedef struct {              // one of the answers to a request, and what the stream has of it
+    Job    *job;
+    int     index;            // its number in the answer
+    int     piece;            // pieces before this one are in the stream,
+    size_t  sent;             // and this one up to this byte of the thought or the content
+    int     run, n_likely;
+    size_t  chars;            // of the text of tokens 0 .. n_likely - 1, if the form counts them
+    size_t  n_echo;           // characters of the prompt that come before the answer
+    bool    echoed;           // they are in the stream
+    bool    complete, ended;  // all pieces are in the stream; its end too
+} Choice;
 
 struct Exchange {             // a request and its answer
     Server     *srv;
@@ -41,31 +58,82 @@ struct Exchange {             // a request and its answer
     const Endpoint *route;             // NULL: there is none
     char        rest[256];             // of the path, after a route that takes a name
     TokText     body;
+    TokText     messages, tools;       // JSON, in the form of the template: see history.h
+    TokText     renamed;               // an object: tools that the client calls by another name than the model
+    TokText     kept;                  // a list without brackets: items of this conversation to remember
+    char        previous[64];          // the response that this one continues, or empty
+    bool        keeps;                 // the response is kept for later requests
     bool        too_large, answered;
     Fault       fault;
+    char        warnings[1024];        // for the client and the log: see warn()
     int         status;
     double      started;               // seconds()
     size_t      created;               // time() then
     Tokenizer   t;                     // a copy for this thread: see tokenizer.h
-    char        id[40];
+    char        id[40], request_id[40];
+    const char *origin;                // Access-Control-Allow-Origin of the answer; NULL: none
     const Api  *api;
-    Job        *job;
-    bool        include_usage, progress, one_call;
+    Choice     *choices;               // (n_choices) choice i is answer i / n_prompts to prompt i % n_prompts. Of each
+    int         n_choices, n_prompts, n_shown;         // prompt the first n_shown are in the answer
+    Choice     *choice;                // the one at hand
+    Job        *job;                   // its job
+    TokText     original;              // the body before Api.convert
+    GgufJson    asked;                 // the same, parsed
+    bool        include_usage, progress, one_call, forced, echo;     // forced: the answer has to be a call; echo: the
+                                                                     // prompt comes before it
     // a stream
     TokText     out;                   // bytes to send, from byte `at` on
-    size_t      at, content, thought;  // content, thought: bytes of the answer that are in it
-    int         n_calls, n_likely, run;
-    size_t      chars;                 // of the text of tokens 0 .. n_likely - 1, if the form counts them
+    size_t      at;
     bool        begun, ended;
     const char *block;                 // of a dialect: the kind of the open block; NULL: none
-    int         n_blocks, n_events;
+    int         n_blocks, n_events, n_ended;           // n_ended: choices
 };
+
+static void exchange_free(Exchange *x) {               // all but the jobs
+    TokText *const texts[] = { &x->original, &x->body, &x->messages, &x->tools, &x->renamed, &x->kept, &x->out };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) tok_text_free(texts[i]);
+    free(x->choices);
+    free(x);
+}
 
 static const char *header(const Exchange *x, const char *name) {
     return MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, name);
 }
 
+// Adds a warning: the client gets it in the header x-gemma4-warning, the log in the line of the request. Each text is
+// added once. Bytes that a header may not have become '?'; if there are too many, the last one is "..".
+__attribute__((format(printf, 2, 3)))
+static void warn(Exchange *x, const char *fmt, ...) {
+    char text[256];
+    const size_t n = strlen(x->warnings);
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    for (char *c = text; *c; c++) if (*c < ' ' || *c > '~') *c = '?';
+    if (strstr(x->warnings, text) || (n >= 2 && !strcmp(x->warnings + n - 2, ".."))) return;
+    if (n + strlen(text) + sizeof "; ; .." > sizeof x->warnings) snprintf(text, sizeof text, "..");
+    snprintf(x->warnings + n, sizeof x->warnings - n, n ? "; %s" : "%s", text);
+}
+
 static bool is_anthropic(const Exchange *x) { return header(x, "anthropic-version"); }
+
+// Ollama's streams are lines of JSON, all others server-sent events.
+static bool is_ollama(const Exchange *x) { return x->route && !strncmp(x->route->path, "/api/", 5); }
+
+// Sends a response and frees it. A web page of x->origin may read all of its headers.
+static void send_response(Exchange *x, int status, struct MHD_Response *r) {
+    MHD_add_response_header(r, "Vary", "Origin");
+    MHD_add_response_header(r, "request-id", x->request_id);         // by the names of both APIs
+    MHD_add_response_header(r, "x-request-id", x->request_id);
+    if (x->origin) MHD_add_response_header(r, "Access-Control-Allow-Origin", x->origin);
+    if (x->origin) MHD_add_response_header(r, "Access-Control-Expose-Headers", "*");
+    if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
+    x->answered = true;
+    x->status = status;
+    MHD_queue_response(x->connection, (unsigned)status, r);
+    MHD_destroy_response(r);
+}
 
 static void respond(Exchange *x, int status, const char *type, TokText *body) {
     struct MHD_Response *r = MHD_create_response_from_buffer(body->n, body->s, MHD_RESPMEM_MUST_FREE);
@@ -74,37 +142,80 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
     MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
-    if (status == 405 && x->route) MHD_add_response_header(r, "Allow", x->route->method);
+    if ((status == 405 || status == 204) && x->route)
+        MHD_add_response_header(r, "Allow", strcmp(x->route->method, "GET") ? "POST, OPTIONS" : "GET, HEAD, OPTIONS");
     if (status == 413) MHD_add_response_header(r, "Connection", "close");
-    x->answered = true;
-    x->status = status;
-    MHD_queue_response(x->connection, (unsigned)status, r);
-    MHD_destroy_response(r);
+    send_response(x, status, r);
     *body = (TokText){ 0 };
 }
 
+static void put_or_null(TokText *out, const char *text) {
+    if (text) put(out, "%s", text);
+    else put(out, "null");
+}
+
+// True if errors have Anthropic's form.
+static bool has_anthropic_errors(const Exchange *x) {
+    return is_anthropic(x) || (x->route && !strncmp(x->route->path, "/v1/messages", 12));
+}
+
+// An error as the APIs write it. OpenAI's `code` is a word or null; some clients decide by it, or by the text.
 static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
-    static const struct { int status; const char *type; } types[] = {
-        { 401, "authentication_error" }, { 403, "permission_error" }, { 404, "not_found_error" },
-        { 413, "request_too_large" }, { 429, "rate_limit_error" }, { 500, "api_error" }, { 503, "overloaded_error" }
+    static const struct { int status; const char *anthropic, *openai, *code; } types[] = {
+        { 401, "authentication_error", "invalid_request_error", "invalid_api_key" },
+        { 403, "permission_error", "invalid_request_error", NULL },
+        { 404, "not_found_error", "invalid_request_error", NULL },
+        { 413, "request_too_large", "invalid_request_error", NULL },
+        { 429, "rate_limit_error", "requests", "rate_limit_exceeded" },
+        { 500, "api_error", "server_error", NULL }, { 503, "overloaded_error", "server_error", NULL }
     };
-    const char *type = "invalid_request_error";
-    for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].status == f->status) type = types[i].type;
-    if (is_anthropic(x) || (x->route && !strncmp(x->route->path, "/v1/messages", 12))) {
-        put(out, "{'type':'error','error':{'type':%s,'message':%s}}", type, f->text);
+    const char *anthropic = "invalid_request_error", *openai = anthropic, *code = f->code;
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        if (types[i].status != f->status) continue;
+        anthropic = types[i].anthropic, openai = types[i].openai;
+        if (!code) code = types[i].code;
+    }
+    if (is_ollama(x)) {
+        put(out, "{'error':%s}", f->text);
         return;
     }
-    put(out, "{'error':{'message':%s,'type':%s,'param':", f->text, type);
-    if (*f->param) put(out, "%s,'code':", f->param);
-    else put(out, "null,'code':");
-    if (f->code) put(out, "%s}}", f->code);
-    else put(out, "%d}}", f->status);
+    if (has_anthropic_errors(x)) {
+        put(out, "{'type':'error','error':{'type':%s,'message':%s", anthropic, f->text);
+        if (f->code && !strcmp(f->code, "thread_unsupported_request"))           // its clients read this
+            put(out, ",'details':{'error_code':%s,'unsupported':[%s]}", f->code, f->param);
+        put(out, "},'request_id':%s}", x->request_id);
+        return;
+    }
+    if (f->n_prompt && x->api && !strcmp(x->route->path, "/completion")) openai = "exceed_context_size_error";
+    put(out, "{'error':{'message':%s,'type':%s,'param':", f->text, openai);
+    put_or_null(out, *f->param ? f->param : NULL);
+    put(out, ",'code':");
+    put_or_null(out, code);
+    if (f->n_prompt) put(out, ",'n_prompt_tokens':%z,'n_ctx':%d", f->n_prompt, context_size(x->srv));    // llama.cpp's
+    put(out, "}}");
+}
+
+// Refuses a prompt of n tokens that the context has no room for, in the words by which clients know this error.
+static bool refuse_long(Exchange *x, size_t n) {
+    const bool plain = !x->api->convert && !strstr(x->route->path, "/chat/");
+    const char *what = plain ? "prompt" : "messages", *param = x->api->convert ? "input" : what;
+    const int n_ctx = context_size(x->srv);
+    x->fault.code = "context_length_exceeded";
+    x->fault.n_prompt = n;
+    if (has_anthropic_errors(x))
+        return refuse(&x->fault, 400, "", "prompt is too long: %zu tokens > %d maximum", n, n_ctx);
+    return refuse(&x->fault, 400, param, "This model's maximum context length is %d tokens. However, your %s resulted "
+                  "in %zu tokens. Please reduce the length of the %s.", n_ctx, what, n, what);
 }
 
 static void add_event_fault(Exchange *x) {
-    put(&x->out, x->api->convert ? "event: error\ndata: " : "data: ");
+    if (x->api->fail) {
+        x->api->fail(x);
+        return;
+    }
+    if (!is_ollama(x)) put(&x->out, "data: ");
     put_fault(&x->out, x, &x->job->fault);
-    put(&x->out, "\n\n");
+    put(&x->out, is_ollama(x) ? "\n" : "\n\n");
 }
 
 static void respond_fault(Exchange *x) {
@@ -115,25 +226,58 @@ static void respond_fault(Exchange *x) {
 
 static void respond_json(Exchange *x, TokText *out) { respond(x, 200, "application/json", out); }
 
-static const char *finish_text(const Job *job) {
-    const bool cut = job->end == END_LENGTH || job->end == END_CONTEXT;
-    if (job->end == END_CALLS || (job->n_calls && !cut)) return "tool_calls";
-    return job->end == END_TURN || job->end == END_STOP_STRING ? "stop" : "length";
+static bool is_cut(const Job *job) {
+    return job->end == END_LENGTH || job->end == END_CONTEXT || job->end == END_CANCELLED;
 }
 
-static void put_usage(TokText *out, const Job *job) {
+static const char *finish_text(const Job *job) {
+    return is_cut(job) ? "length" : job->end == END_CALLS || job->n_calls ? "tool_calls" : "stop";
+}
+
+typedef struct {              // tokens and times of some answers
+    int    prompt, cached, run, made, thought, drafted, accepted;      // cached, run: tokens of the prompt
+    double prompt_seconds, decode_seconds;
+} Usage;
+
+static void add_usage(Usage *u, const Job *job) {
     const Turn *t = &job->turn;
+    u->run += t->n_run;
+    u->made += t->made;
+    u->thought += job->thought_tokens;
+    u->drafted += t->drafts.drafted;
+    u->accepted += t->drafts.accepted;
+    u->prompt_seconds += t->prompt_seconds;
+    u->decode_seconds += t->decode_seconds;
+}
+
+// Of all answers. A prompt counts once, however many answers it has; what of it was cached for all of them.
+static Usage usage_of(const Exchange *x) {
+    Usage u = { 0 };
+    for (int p = 0; p < x->n_prompts; p++) {
+        int cached = INT_MAX;
+        for (int i = p; i < x->n_choices; i += x->n_prompts) {
+            add_usage(&u, x->choices[i].job);
+            cached = min_int(cached, x->choices[i].job->cached);
+        }
+        u.prompt += x->choices[p].job->turn.n_prompt;
+        u.cached += cached;
+    }
+    return u;
+}
+
+static void put_usage(TokText *out, const Exchange *x) {
+    const Usage u = usage_of(x);
     put(out, "'usage':{'prompt_tokens':%d,'completion_tokens':%d,'total_tokens':%d,"
         "'prompt_tokens_details':{'cached_tokens':%d},'completion_tokens_details':{'reasoning_tokens':%d}}",
-        t->n_prompt, t->made, t->n_prompt + t->made, job->cached, job->thought_tokens);
+        u.prompt, u.made, u.prompt + u.made, u.cached, u.thought);
 }
 
-static void put_timings(TokText *out, const Job *job) {
-    const Turn *t = &job->turn;
+static void put_timings(TokText *out, const Exchange *x) {
+    const Usage u = usage_of(x);
     put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,"
-        "'predicted_ms':%f,'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", job->cached, t->n_run,
-        1e3 * t->prompt_seconds, t->n_run / (t->prompt_seconds + 1e-9), t->made, 1e3 * t->decode_seconds,
-        max_int(t->made - 1, 0) / (t->decode_seconds + 1e-9), t->drafts.drafted, t->drafts.accepted);
+        "'predicted_ms':%f,'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", u.cached, u.run,
+        1e3 * u.prompt_seconds, u.run / (u.prompt_seconds + 1e-9), u.made, 1e3 * u.decode_seconds,
+        max_int(u.made - x->n_choices, 0) / (u.decode_seconds + 1e-9), u.drafted, u.accepted);
 }
 
 static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logprob) {
@@ -143,10 +287,10 @@ static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logpro
     put(out, "]");
 }
 
-// Probabilities of tokens first .. n - 1 of the content.
+// Probabilities of tokens first .. n - 1 of the content, as a list.
 static void put_likely(TokText *out, const Exchange *x, int first) {
     const Job *job = x->job;
-    put(out, "{'content':[");
+    put(out, "[");
     for (int i = first; i < job->n_likely; i++) {
         const Likely *l = &job->likely[i];
         put(out, i > first ? ",{" : "{");
@@ -159,7 +303,7 @@ static void put_likely(TokText *out, const Exchange *x, int first) {
         }
         put(out, "]}");
     }
-    put(out, "]}");
+    put(out, "]");
 }
 
 static void put_call(TokText *out, const Call *call) {
@@ -268,6 +412,7 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
                       by_grammar ? "grammar" : is_given(&r->json_schema) ? "json_schema" : "response_format",
                       "continue_final_message cannot be used with a grammar or a schema");
     if (required && !calls) return refuse(&x->fault, 400, "tool_choice", "tool_choice needs tools");
+    x->forced = required;
     if (!by_grammar && !schema.n && !required && !one_call) return true;
     if (r->ignore_eos)
         return refuse(&x->fault, 400, "ignore_eos", "ignore_eos cannot be used with structured output");
@@ -296,8 +441,8 @@ static bool read_options(Exchange *x, const Request *r, Job *job) {
     const ServeOptions *o = &x->srv->o;
     const double most = given_or(r->max_tokens, o->n_predict), seed = given_or(r->seed, -1);
     AnswerOptions *a = &job->options;
-    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos, .keep_logits = job->n_top >= 0,
-                          .drafting = o->drafting,
+    *a = (AnswerOptions){ .n_predict = (int)most, .ignore_eos = r->ignore_eos,
+                          .keep_logits = job->n_top >= 0 || job->ranked, .drafting = o->drafting,
                           .think_budget = x->t.channel_close < 0 ? -1 : (int)r->think_budget, .sampling = o->sampling };
     SampleParams *p = &a->sampling;
     p->temperature = (float)given_or(r->temperature, p->temperature);
@@ -321,64 +466,170 @@ static uint64_t address_hash(struct MHD_Connection *connection) {
     return 0;
 }
 
-static Job *new_job(Exchange *x) {
-    Job *job = alloc_or_die(1, sizeof *job);
-    const union MHD_ConnectionInfo *info = MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    job->n_owners = 1;
-    job->n_top = -1;
-    job->fd = info ? info->connect_fd : -1;
-    job->client = address_hash(x->connection);
+// Adds a choice with a new job, and makes it the one at hand.
+static Job *add_choice(Exchange *x) {
+    Job *job = alloc_or_die(1, sizeof *job), *lead = x->n_choices ? x->choices->job : NULL;
+    *job = (Job){ .lead = lead ? lead : job, .n_owners = 1, .n_top = -1, .fd = -1 };
     pthread_cond_init(&job->news, NULL);
-    return job;
+    if (lead) {
+        lead->n_owners++;
+        job->fd = lead->fd;
+        job->client = lead->client;
+    } else if (x->connection) {
+        const union MHD_ConnectionInfo *info =
+            MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+        job->fd = info ? info->connect_fd : -1;
+        job->client = address_hash(x->connection);
+    }
+    x->choices = realloc(x->choices, (size_t)(x->n_choices + 1) * sizeof *x->choices);
+    if (!x->choices) die("out of memory for %d answers", x->n_choices + 1);
+    x->choice = &x->choices[x->n_choices++];
+    *x->choice = (Choice){ .job = job };
+    return x->job = job;
+}
+
+static void choose(Exchange *x, int i) {               // makes choice i the one at hand
+    x->choice = &x->choices[i];
+    x->job = x->choice->job;
+}
+
+// Gives a job the options of its lead, and a seed of its own: answer k to one prompt has the seed of the first plus k.
+static bool copy_options(Exchange *x, const Request *r, Job *job, int k) {
+    const Job *lead = job->lead;
+    job->no_cache = lead->no_cache;
+    job->client = lead->client;
+    job->n_top = lead->n_top;
+    job->ranked = lead->ranked;
+    job->scores = lead->scores;
+    job->bias = lead->bias;
+    job->options = lead->options;
+    job->options.grammar = NULL;
+    job->options.sampling.seed += (uint64_t)k;
+    return !lead->options.grammar || read_form(x, r, job);
+}
+
+// Reads the options of all answers, and makes the jobs of those after the first to each prompt: of `best_of` answers,
+// the `n` most probable are in the answer.
+static bool add_answers(Exchange *x, const Request *r) {
+    const int n_prompts = x->n_choices, n_shown = (int)given_or(r->n, 1), n_each = (int)given_or(r->best_of, n_shown);
+    Job *lead = x->choices->job;
+    bool ok = n_each >= n_shown || refuse(&x->fault, 400, "best_of", "best_of: expected at least n, %d", n_shown);
+    if (ok && n_each > MAX_CHOICES / n_prompts)
+        ok = refuse(&x->fault, 400, n_prompts > 1 ? "prompt" : "n", "expected at most %d answers, got %d for each of "
+                    "%d prompts", MAX_CHOICES, n_each, n_prompts);
+    if (ok && r->stream && n_each > n_shown)
+        ok = refuse(&x->fault, 400, "best_of", "best_of: expected n, %d, in a stream", n_shown);
+    lead->ranked = n_each > n_shown;
+    ok = ok && read_options(x, r, lead);
+    for (int i = 0; ok && i < n_prompts * n_each; i++) {
+        const Job *prompt = x->choices[i % n_prompts].job;
+        Job *job = i < n_prompts ? x->choices[i].job : add_choice(x);
+        x->choices[i].index = i % n_prompts * n_shown + i / n_prompts;
+        for (size_t k = 0; i >= n_prompts && k < prompt->ids.n; k++) push_id(&x->t, &job->ids, prompt->ids.ids[k]);
+        job->checkpoint_at = prompt->checkpoint_at;
+        job->by_ids = prompt->by_ids;
+        ok = job == lead || copy_options(x, r, job, i / n_prompts);
+    }
+    x->n_prompts = n_prompts;
+    x->n_shown = n_shown;
+    choose(x, 0);
+    return ok;
 }
 
 // ==== [3] The answer, whole or as a stream ===========================================================================
 
-// Waits for news of the job, or until it is time for a keep-alive. False: there are none. The caller holds the lock.
+// True if something of a choice is to be put into the stream.
+static bool has_news(const Exchange *x, const Choice *c) {
+    const Job *job = c->job;
+    const AnswerPiece *p = c->piece < job->n_pieces ? &job->pieces[c->piece] : NULL;
+    if (p && (p->kind == PIECE_CALL || c->sent < p->to || c->piece < job->n_pieces - 1)) return true;
+    return (job->done && !c->ended) || (x->progress && job->started && job->run != c->run);
+}
+
+// Waits for news of an answer, or until it is time for a keep-alive. False: there are none. The caller holds the lock.
 static bool wait_for_news(Exchange *x) {
-    const Job *job = x->job;
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += KEEP_ALIVE_SECONDS;
-    int late = 0;
-    while (!late && !job->done && job->content.n == x->content && job->thought.n == x->thought &&
-           job->n_calls == x->n_calls && !(x->progress && job->started && job->run != x->run))
-        late = pthread_cond_timedwait(&x->job->news, &x->srv->lock, &until);
-    return !late;
+    for (int late = 0; !late; ) {
+        for (int i = 0; i < x->n_choices; i++) if (has_news(x, &x->choices[i])) return true;
+        late = pthread_cond_timedwait(&x->choices->job->news, &x->srv->lock, &until);
+    }
+    return false;
 }
 
 static void put_progress(Exchange *x) {
     const Job *job = x->job;
-    x->run = job->run;
+    x->choice->run = job->run;
     put(&x->out, "data: {");
     put_head(&x->out, x, "prompt.progress");
     put(&x->out, ",'choices':[],'prompt_progress':{'total':%d,'cache':%d,'processed':%d,'time_ms':%f}}\n\n", job->total,
         job->cached, job->run, 1e3 * (seconds() - job->queued));
 }
 
+// The text of a piece, from this byte of the thought or the content on, or from its beginning if that is later.
+static TokStr piece_text(const Job *job, const AnswerPiece *p, size_t from) {
+    const TokText *text = p->kind == PIECE_THOUGHT ? &job->thought : &job->content;
+    if (from < p->from) from = p->from;
+    return (TokStr){ text->s + from, p->to - from };
+}
+
+// Appends the new pieces of the choice at hand to the stream. The caller holds the lock.
+static void put_pieces(Exchange *x) {
+    const Job *job = x->job;
+    for (Choice *c = x->choice; c->piece < job->n_pieces; c->piece++, c->sent = 0) {
+        const AnswerPiece *p = &job->pieces[c->piece];
+        if (p->kind == PIECE_CALL) {
+            x->api->call(x, (int)p->from);
+            continue;
+        }
+        const TokStr none = { "", 0 }, text = piece_text(job, p, c->sent);
+        if (text.n) x->api->text(x, p->kind == PIECE_THOUGHT ? text : none, p->kind == PIECE_TEXT ? text : none);
+        c->sent = p->to;
+        if (c->piece == job->n_pieces - 1) break;      // it may grow
+    }
+}
+
+// Appends what is new of all choices. The caller holds the lock.
+static void put_news(Exchange *x) {
+    for (int i = 0; i < x->n_choices; i++) {
+        choose(x, i);
+        if (x->progress && x->job->started && x->job->run != x->choice->run) put_progress(x);
+        put_pieces(x);
+        x->choice->complete = x->job->done;
+    }
+}
+
+// Appends the ends of choices that are complete. A fault of one ends the stream.
+static void put_ends(Exchange *x) {
+    for (int i = 0; i < x->n_choices && !x->ended; i++) {
+        choose(x, i);
+        if (!x->choice->complete || x->choice->ended) continue;
+        x->choice->ended = true;
+        x->ended = ++x->n_ended == x->n_choices || x->job->fault.status;
+        if (x->job->fault.status) add_event_fault(x);
+        else x->api->end(x);
+    }
+}
+
 // Fills x->out with the next events of a stream; after its end with nothing.
 static void next_events(Exchange *x) {
-    Job *job = x->job;
-    if (!x->begun) {
-        x->begun = true;
-        pthread_mutex_lock(&x->srv->lock);
-        x->api->begin(x);
-        pthread_mutex_unlock(&x->srv->lock);
-        if (x->out.n) return;
-    }
     pthread_mutex_lock(&x->srv->lock);
-    if (!wait_for_news(x)) put(&x->out, ": keep-alive\n\n");
-    if (x->progress && job->started && job->run != x->run) put_progress(x);
-    const TokStr thought = text_from(&job->thought, x->thought), content = text_from(&job->content, x->content);
-    if (thought.n || content.n) x->api->text(x, thought, content);
-    x->thought = job->thought.n;
-    x->content = job->content.n;
-    while (x->n_calls < job->n_calls) x->api->call(x, x->n_calls++);
-    x->ended = job->done;
+    for (int i = 0; i < x->n_choices && !x->begun; i++) {
+        choose(x, i);
+        x->api->begin(x);
+    }
+    x->begun = true;
+    choose(x, 0);
+    if (!x->out.n) {
+        const bool idle = !wait_for_news(x);           // then a comment, or text that is empty
+        if (idle && is_ollama(x)) x->api->text(x, str(""), str(""));
+        else if (idle) put(&x->out, x->api->idle ? x->api->idle : ": keep-alive\n\n");
+        put_news(x);
+    }
     pthread_mutex_unlock(&x->srv->lock);
-    if (!x->ended) return;
-    if (job->fault.status) add_event_fault(x);
-    else x->api->end(x);
+    put_ends(x);
+    choose(x, 0);
 }
 
 // libmicrohttpd calls this for up to max bytes of a stream.
@@ -401,60 +652,81 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max) {
 static void respond_stream(Exchange *x) {
     struct MHD_Response *r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 1 << 14, read_stream, x, NULL);
     if (!r) die("out of memory for a stream");
-    MHD_add_response_header(r, "Content-Type", "text/event-stream; charset=utf-8");
+    MHD_add_response_header(r, "Content-Type", is_ollama(x) ? "application/x-ndjson"
+                                                            : "text/event-stream; charset=utf-8");
     MHD_add_response_header(r, "Cache-Control", "no-store");
     MHD_add_response_header(r, "X-Accel-Buffering", "no");
-    x->answered = true;
-    x->status = 200;
-    MHD_queue_response(x->connection, 200, r);
-    MHD_destroy_response(r);
+    send_response(x, 200, r);
 }
 
-// Reads the body into a request and the ids of its prompt. False: it is refused.
+// Reads the body into a request and the ids of its prompts. False: it is refused.
 static bool read_question(Exchange *x, const Api *api, Request *r) {
     TokText body = { 0 };
+    x->api = api;
     if (api->convert) {
-        if (!api->convert(x, &body)) {
-            tok_text_free(&body);
-            return false;
-        }
-        tok_text_free(&x->body);
+        const bool ok = api->convert(x, &body);
+        x->original = x->body;
         x->body = body;
+        if (!ok) return false;
     }
     return read_request(r, &x->fault, text_of(&x->body), &x->srv->o) && api->ask(x, r);
 }
 
-// Queues the request for the engine, and waits for the end of its answer unless that is streamed.
+// Waits until all answers are complete, or one has failed, which is then the fault of the request.
+static void wait_for_answers(Exchange *x) {
+    MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
+    pthread_mutex_lock(&x->srv->lock);
+    for (int i = 0; i < x->n_choices && !x->fault.status; i++) {
+        const Job *job = x->choices[i].job;
+        while (!job->done) pthread_cond_wait(&x->choices->job->news, &x->srv->lock);
+        x->fault = job->fault;
+    }
+    pthread_mutex_unlock(&x->srv->lock);
+    MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
+}
+
+static double mean_logprob(const Job *job) { return job->logprob_sum / max_int(job->n_summed, 1); }
+
+// Puts the answers to each prompt into the order of their mean log probability, the most probable one first.
+static void rank_answers(Exchange *x) {
+    for (int i = 0; i < x->n_choices; i++)
+        for (int k = i + x->n_prompts; k < x->n_choices; k += x->n_prompts) {
+            Job *a = x->choices[i].job, *b = x->choices[k].job;
+            if (mean_logprob(b) > mean_logprob(a)) x->choices[i].job = b, x->choices[k].job = a;
+        }
+}
+
+// Queues the request for the engine, and waits for the end of its answers unless they are streamed.
 static void complete(Exchange *x, const Api *api) {
     Server *srv = x->srv;
     Request r;
-    const int n_ctx = context_size(srv);
-    x->api = api;
-    x->job = new_job(x);
+    add_choice(x);
     new_id(srv, api->prefix, x->id);
-    if (!read_question(x, api, &r) || !read_options(x, &r, x->job)) return;
-    if (x->job->ids.n > (size_t)n_ctx) {
-        x->fault.code = "context_length_exceeded";
-        refuse(&x->fault, 400, "messages", "the prompt has %zu tokens, but the context only %d", x->job->ids.n, n_ctx);
-        return;
+    if (!read_question(x, api, &r)) return;
+    for (int i = 0; i < x->n_choices; i++) {
+        const size_t n = x->choices[i].job->ids.n;
+        if (n > (size_t)context_size(srv)) {
+            refuse_long(x, n);
+            return;
+        }
     }
-    x->job->no_cache = r.no_cache;
-    if (is_given(&r.user)) x->job->client = hash_bytes(r.user.s, r.user.n);
+    Job *lead = x->choices->job;
+    lead->no_cache = r.no_cache;
+    if (is_given(&r.user)) lead->client = hash_bytes(r.user.s, r.user.n);
+    if (!add_answers(x, &r)) return;
     x->include_usage = r.include_usage;
     x->one_call = r.one_call;
     x->progress = r.progress;
-    if (!submit(srv, x->job, &x->fault)) return;
+    for (int i = 1; i < x->n_choices; i++) x->choices[i - 1].job->next = x->choices[i].job;
+    if (!submit(srv, lead, &x->fault)) return;
     if (r.stream) {
         respond_stream(x);
         return;
     }
-    MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
-    pthread_mutex_lock(&srv->lock);
-    while (!x->job->done) pthread_cond_wait(&x->job->news, &srv->lock);
-    pthread_mutex_unlock(&srv->lock);
-    MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
-    x->fault = x->job->fault;
+    wait_for_answers(x);
     if (x->fault.status) return;
+    if (lead->ranked) rank_answers(x);
+    choose(x, 0);
     TokText out = { 0 };
     api->whole(x, &out);
     respond(x, 200, "application/json", &out);

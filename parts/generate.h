@@ -179,7 +179,28 @@ static int model_paused(const Model *m) { return m->paused_seq; }
 static size_t snapshot_bytes(Model *m) { return copy_rings(m, 0, NULL, COPY_OUT); }
 
 static ModelShape model_shape(const Model *m) {
-    return (ModelShape){ .vocab = m->config.vocab, .dim = m->config.dim, .window = m->config.n_swa };
+    return (ModelShape){ .vocab = m->config.vocab, .dim = m->config.dim, .window = m->config.n_swa,
+                         .trained = m->config.n_ctx_train };
+}
+
+static TokStr model_template(Model *m) {
+    GgufStr s;
+    return gguf_get_str(&m->gguf, "tokenizer.chat_template", &s) > 0 ? (TokStr){ s.s, s.n } : (TokStr){ "", 0 };
+}
+
+static ModelSize model_size(const Model *m) {
+    ModelSize size = { .on_device = (double)m->plan.weights, .type = "none" };
+    double of_type[GGUF_N_TYPES] = { 0 }, most = 0;
+    for (size_t i = 0; i < m->gguf.n_tensors; i++) {
+        const GgufTensor *t = &m->gguf.tensors[i];
+        const double n = (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
+        size.bytes += (double)t->size;
+        size.params += n;
+        if ((of_type[t->type] += n) <= most) continue;
+        most = of_type[t->type];
+        size.type = gguf_type_name(t->type);
+    }
+    return size;
 }
 
 static Model *model_open(const char *path, const Ops *ops, ModelOptions o, const char *dump_dir) {
@@ -1054,6 +1075,20 @@ static void session_append(Session *s, const int32_t *ids, int n, int n_later) {
     s->row = n_later ? -1 : 0;
     s->step = m->step.number;
 }
+
+static int session_append_rows(Session *s, const int32_t *ids, int n) {
+    Model *m = s->m;
+    const int rows = min_int(n, min_int(m->options.n_logits, STEP_ROWS));
+    for (int i = 0; i < rows; i++) m->step_rows[i] = (StepRow){ .token = ids[i], .parent = -1, .output = true };
+    step(m, &(StepSeg){ .seq = s->seq, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows }, 1);
+    commit_all(m);
+    for (int i = 0; i < rows; i++) push_id(s->t, &s->held, ids[i]);
+    s->row = rows - 1;
+    s->step = m->step.number;
+    return rows;
+}
+
+static void session_row_logits(Session *s, int i, float *logits) { read_logits(s->m, i, logits); }
 
 // If another step has run since, runs the token before the last one once more.
 static bool session_logits(Session *s, float *logits) {

@@ -1,7 +1,8 @@
-/* openai.h - the APIs /v1/chat/completions and /v1/completions.
+/* openai.h - the APIs /v1/chat/completions, /v1/completions and llama.cpp's /completion.
  *
- * Uses engine.h, request.h, schedule.h, exchange.h; the caller chat.h [1] (lists of messages). Begin with chat_api.
- *   [1] /v1/chat/completions    [2] /v1/completions */
+ * Uses engine.h, request.h, schedule.h, exchange.h, dialects.h, history.h; the caller chat.h [1] (lists of messages).
+ * Begin with chat_api.
+ *   [1] /v1/chat/completions    [2] /v1/completions    [3] /completion */
 #ifndef OPENAI_H
 #define OPENAI_H
 
@@ -13,14 +14,20 @@ enum { PLAIN_TOP = 5 };                                // logprobs of /v1/comple
 static void chunk(Exchange *x) {                       // begins an event of a stream; its delta follows
     put(&x->out, "data: {");
     put_head(&x->out, x, "chat.completion.chunk");
-    put(&x->out, ",'choices':[{'index':0,'delta':{");
+    put(&x->out, ",'choices':[{'index':%d,'delta':{", x->choice->index);
+}
+
+static void put_logprobs(TokText *out, const Exchange *x, int first) {
+    put(out, "{'content':");
+    put_likely(out, x, first);
+    put(out, ",'refusal':null}");
 }
 
 static void put_new_likely(Exchange *x) {              // of tokens that no event has reported yet, if requested
     if (x->job->n_top < 0) return;
     put(&x->out, ",'logprobs':");
-    put_likely(&x->out, x, x->n_likely);
-    x->n_likely = x->job->n_likely;
+    put_logprobs(&x->out, x, x->choice->n_likely);
+    x->choice->n_likely = x->job->n_likely;
 }
 
 static void chunk_end(Exchange *x, bool likely) {
@@ -29,9 +36,10 @@ static void chunk_end(Exchange *x, bool likely) {
     put(&x->out, ",'finish_reason':null}]}\n\n");
 }
 
-static void chat_begin(Exchange *x) {
+static void chat_begin(Exchange *x) {                  // an answer that has to be a call has no text, not an empty one
     chunk(x);
-    put(&x->out, "'role':'assistant','content':''");
+    put(&x->out, "'role':'assistant','content':");
+    put(&x->out, x->forced ? "null" : "''");
     chunk_end(x, false);
 }
 
@@ -47,10 +55,21 @@ static void chat_text(Exchange *x, TokStr thought, TokStr content) {
     chunk_end(x, true);
 }
 
+static void put_chat_call(TokText *out, const Exchange *x, const Call *call) {
+    const ClientTool as = client_tool(x, call);
+    if (!as.custom) {
+        put_call(out, call);
+        return;
+    }
+    put(out, "'id':%s,'type':'custom','custom':{'name':%r,'input':", call->id, raw(&as.name));
+    put_custom_input(out, call);
+    put(out, "}");
+}
+
 static void chat_call(Exchange *x, int i) {
     chunk(x);
     put(&x->out, "'tool_calls':[{'index':%d,", i);
-    put_call(&x->out, &x->job->calls[i]);
+    put_chat_call(&x->out, x, &x->job->calls[i]);
     put(&x->out, "}]");
     chunk_end(x, false);
 }
@@ -59,14 +78,16 @@ static void done_marker(Exchange *x) { put(&x->out, "data: [DONE]\n\n"); }
 
 // The last events of both kinds of completion: usage has an event of its own, if it was requested.
 static void completion_end(Exchange *x, const char *object) {
-    put(&x->out, ",'finish_reason':%s}],", finish_text(x->job));
-    put_timings(&x->out, x->job);
+    put(&x->out, ",'finish_reason':%s}]", finish_text(x->job));
+    if (x->ended) put(&x->out, ",");
+    if (x->ended) put_timings(&x->out, x);
     put(&x->out, "}\n\n");
+    if (!x->ended) return;
     if (x->include_usage) {
         put(&x->out, "data: {");
         put_head(&x->out, x, object);
         put(&x->out, ",'choices':[],");
-        put_usage(&x->out, x->job);
+        put_usage(&x->out, x);
         put(&x->out, "}\n\n");
     }
     done_marker(x);
@@ -75,32 +96,50 @@ static void completion_end(Exchange *x, const char *object) {
 static void chat_end(Exchange *x) {
     chunk(x);
     put(&x->out, "}");
-    if (x->n_likely < x->job->n_likely) put_new_likely(x);           // those of a stop string and of calls
+    if (x->choice->n_likely < x->job->n_likely) put_new_likely(x);   // those of a stop string and of calls
     completion_end(x, "chat.completion.chunk");
 }
 
-static void chat_whole(Exchange *x, TokText *out) {
+static void chat_choice(Exchange *x, TokText *out) {
     const Job *job = x->job;
-    put(out, "{");
-    put_head(out, x, "chat.completion");
-    put(out, ",'choices':[{'index':0,'message':{'role':'assistant','content':");
-    if (job->content.n || !job->n_calls) put(out, "%t", text_of(&job->content));
+    put(out, "{'index':%d,'message':{'role':'assistant','refusal':null,'content':", x->choice->index);
+    if (job->content.n || (!job->n_calls && !x->forced)) put(out, "%t", text_of(&job->content));
     else put(out, "null");
     if (job->thought.n) put(out, ",'reasoning_content':%t", text_of(&job->thought));
     for (int i = 0; i < job->n_calls; i++) {
         put(out, i ? ",{" : ",'tool_calls':[{");
-        put_call(out, &job->calls[i]);
+        put_chat_call(out, x, &job->calls[i]);
         put(out, i + 1 == job->n_calls ? "}]" : "}");
     }
     put(out, "},'logprobs':");
-    if (job->n_top >= 0) put_likely(out, x, 0);
+    if (job->n_top >= 0) put_logprobs(out, x, 0);
     else put(out, "null");
-    put(out, ",'finish_reason':%s}],", finish_text(job));
-    put_usage(out, job);
+    put(out, ",'finish_reason':%s}", finish_text(job));
+}
+
+// Appends the choices in order.
+static void put_choices(Exchange *x, TokText *out, void (*put_choice)(Exchange *, TokText *)) {
+    for (int i = 0; i < x->n_prompts * x->n_shown; i++) {
+        choose(x, i % x->n_shown * x->n_prompts + i / x->n_shown);
+        if (i) put(out, ",");
+        put_choice(x, out);
+    }
+}
+
+// Appends a whole answer.
+static void put_completion(Exchange *x, TokText *out, const char *object, void (*put_choice)(Exchange *, TokText *)) {
+    put(out, "{");
+    put_head(out, x, object);
+    put(out, ",'choices':[");
+    put_choices(x, out, put_choice);
+    put(out, "],");
+    put_usage(out, x);
     put(out, ",");
-    put_timings(out, job);
+    put_timings(out, x);
     put(out, "}");
 }
+
+static void chat_whole(Exchange *x, TokText *out) { put_completion(x, out, "chat.completion", chat_choice); }
 
 static bool same_value(const GgufJson *a, const GgufJson *b, int depth) {
     GgufJson rest = *a, other = *b, key, x, y;
@@ -219,23 +258,6 @@ static void begun_free(Begun *b) {
     tok_text_free(&b->answer);
 }
 
-// Appends the text of a string, or of the parts of a list. False: it is neither.
-static bool append_content(TokText *out, const GgufJson *v) {
-    GgufJson rest = *v, part, text;
-    if (v->type == GGUF_J_ARRAY) {
-        bool ok = true;
-        while (ok && gguf_json_next(&rest, NULL, &part))
-            ok = gguf_json_get(&part, "text", &text) && text.type == GGUF_J_STRING && append_content(out, &text);
-        return ok;
-    }
-    if (v->type != GGUF_J_STRING) return false;
-    size_t n;
-    char *s = copy_string(v, &n);
-    append(out, s, n);
-    free(s);
-    return true;
-}
-
 // The last message is an answer of the model to be continued: its text becomes the beginning of the next answer.
 static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     GgufJson rest = r->messages, m, last = { 0 }, v;
@@ -258,15 +280,23 @@ static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
     return true;
 }
 
+// Fields without effect, which need no word in the log.
+static const char *const chat_fields[] = {
+    "model", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "verbosity", "timings_per_token", "reasoning_format", "samplers", NULL
+};
+
 // Makes the prompt of a conversation. A later prompt begins with it up to the cue.
-static bool chat_ask(Exchange *x, const Request *r) {
+static bool chat_ask(Exchange *x, Request *r) {
     Job *job = x->job;
+    if (!x->api->convert) check_fields(x, &r->root, chat_fields, true);
+    if (!convert_tools(x, r) || !read_messages(x, r)) return false;
     const bool tools = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none");
     TokChat chat = { .messages = { r->messages.s, r->messages.n }, .think = r->think, .add_cue = true };
     if (tools) chat.tools = (TokStr){ r->tools.s, r->tools.n };
     TokIds part = { 0 };
     Begun begun = { 0 };
-    bool ok = check_messages(&r->messages, &x->fault) && (!r->continues || take_begun(r, &x->fault, &begun, &chat));
+    bool ok = !r->continues || take_begun(r, &x->fault, &begun, &chat);
     if (ok && tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
         ok = refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
     if (ok && !r->no_cache) replay_calls(x, &r->messages, &job->ids);
@@ -279,6 +309,7 @@ static bool chat_ask(Exchange *x, const Request *r) {
     tok_ids_free(&part);
     begun_free(&begun);
     if (!ok) return false;
+    if (r->echo) return refuse(&x->fault, 400, "echo", "echo is a field of /v1/completions");
     const bool asked = r->logprobs.type == GGUF_J_TRUE;
     if (is_given(&r->logprobs) && r->logprobs.type != GGUF_J_TRUE && r->logprobs.type != GGUF_J_FALSE)
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected true or false");
@@ -288,7 +319,8 @@ static bool chat_ask(Exchange *x, const Request *r) {
     return true;
 }
 
-static const Api chat_api = { "chatcmpl-", NULL, chat_ask, chat_begin, chat_text, chat_call, chat_end, chat_whole };
+static const Api chat_api = { "chatcmpl-", NULL, chat_ask, chat_begin, chat_text, chat_call, chat_end, chat_whole,
+                              NULL, NULL };
 
 // ==== [2] /v1/completions ============================================================================================
 
@@ -334,22 +366,23 @@ static void put_plain_top(TokText *out, const Tokenizer *t, const Likely *l) {
     put(out, "}");
 }
 
-// Appends the probabilities of the next tokens whose text was sent; leaves out those of a stop string.
-static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
+// Appends the probabilities of the next tokens, those of the first `end` characters; leaves out those of a stop string.
+// The first token of a prompt has none.
+static void put_plain_likely(TokText *out, Exchange *x, size_t end) {
     const Job *job = x->job;
-    const Likely *l = job->likely ? job->likely + x->n_likely : NULL;
-    const size_t end = n_chars(text);
+    Choice *c = x->choice;
+    const Likely *l = job->likely ? job->likely + c->n_likely : NULL;
     TokText offsets = { 0 };
     int n = 0;
     if (job->n_top < 0) {
         put(out, "null");
         return;
     }
-    for (; x->n_likely + n < job->n_likely; n++) {
+    for (; c->n_likely + n < job->n_likely; n++) {
         const size_t chars = n_chars(tok_piece(&x->t, l[n].id, false));        // 0: the rest of a character
-        if (x->chars >= end && chars) break;
-        put(&offsets, n ? ",%z" : "%z", x->chars);
-        x->chars += chars;
+        if (c->chars >= end && chars && !(job->scores && job->done)) break;
+        put(&offsets, n ? ",%z" : "%z", c->chars);
+        c->chars += chars;
     }
     put(out, "{'tokens':[");
     for (int i = 0; i < n; i++) {
@@ -357,15 +390,45 @@ static void put_plain_likely(TokText *out, Exchange *x, TokStr text) {
         put_piece(out, tok_piece(&x->t, l[i].id, true));
     }
     put(out, "],'token_logprobs':[");
-    for (int i = 0; i < n; i++) put(out, i ? ",%f" : "%f", (double)l[i].logprob);
+    for (int i = 0; i < n; i++) {
+        put(out, i ? "," : "");
+        if (isnan(l[i].logprob)) put(out, "null");
+        else put(out, "%f", (double)l[i].logprob);
+    }
     put(out, job->n_top ? "],'top_logprobs':[" : "],'top_logprobs':null");
     for (int i = 0; job->n_top && i < n; i++) {
         put(out, i ? "," : "");
-        put_plain_top(out, &x->t, &l[i]);
+        if (isnan(l[i].logprob)) put(out, "null");
+        else put_plain_top(out, &x->t, &l[i]);
     }
     put(out, job->n_top ? "],'text_offset':[%r]}" : ",'text_offset':[%r]}", text_of(&offsets));
-    x->n_likely += n;
+    c->n_likely += n;
     tok_text_free(&offsets);
+}
+
+// Appends the text of ids.
+static void append_ids(Exchange *x, TokText *text, const TokIds *ids, bool special) {
+    TokStream stream = { 0 };
+    char *piece = alloc_or_die(x->t.stream_cap, 1);
+    for (size_t i = 0; i < ids->n; i++)
+        append(text, piece, tok_stream_push(&x->t, &stream, ids->ids[i], special, piece, x->t.stream_cap));
+    append(text, piece, tok_stream_flush(&stream, piece, x->t.stream_cap));
+    free(piece);
+}
+
+// Appends the choice at hand up to its finish_reason: its next text, before that the prompt if it is to be repeated,
+// and the probabilities of all tokens up to the end of the text, `said` bytes of the answer.
+static void put_plain(Exchange *x, TokText *out, TokStr next, size_t said) {
+    Choice *c = x->choice;
+    TokText text = { 0 };
+    if (x->echo && !c->echoed) append_ids(x, &text, &c->job->ids, false);
+    if (!c->echoed) c->n_echo = n_chars(text_of(&text));
+    c->echoed = true;
+    append(&text, next.s, next.n);
+    put(out, "{'index':%d,'text':%t,'logprobs':", c->index, text_of(&text));
+    if (c->ended && c->n_likely == c->job->n_likely) put(out, "null");           // the stream has them all
+    else put_plain_likely(out, x, c->n_echo + n_chars((TokStr){ c->job->content.s, said }));
+    tok_text_free(&text);
 }
 
 static void plain_text(Exchange *x, TokStr thought, TokStr content) {
@@ -373,8 +436,8 @@ static void plain_text(Exchange *x, TokStr thought, TokStr content) {
     if (!content.n) return;
     put(&x->out, "data: {");
     put_head(&x->out, x, "text_completion");
-    put(&x->out, ",'choices':[{'index':0,'text':%t,'logprobs':", content);
-    put_plain_likely(&x->out, x, (TokStr){ x->job->content.s, x->content + content.n });
+    put(&x->out, ",'choices':[");
+    put_plain(x, &x->out, content, (size_t)(content.s - x->job->content.s) + content.n);
     put(&x->out, ",'finish_reason':null}]}\n\n");
 }
 
@@ -383,24 +446,17 @@ static void plain_call(Exchange *x, int i) { (void)x, (void)i; }
 static void plain_end(Exchange *x) {
     put(&x->out, "data: {");
     put_head(&x->out, x, "text_completion");
-    put(&x->out, ",'choices':[{'index':0,'text':'','logprobs':");
-    if (x->n_likely == x->job->n_likely) put(&x->out, "null");
-    else put_plain_likely(&x->out, x, text_of(&x->job->content));    // of tokens without text
+    put(&x->out, ",'choices':[");
+    put_plain(x, &x->out, str(""), x->job->content.n);               // probabilities of tokens without text
     completion_end(x, "text_completion");
 }
 
-static void plain_whole(Exchange *x, TokText *out) {
-    const Job *job = x->job;
-    put(out, "{");
-    put_head(out, x, "text_completion");
-    put(out, ",'choices':[{'index':0,'text':%t,'logprobs':", text_of(&job->content));
-    put_plain_likely(out, x, text_of(&job->content));
-    put(out, ",'finish_reason':%s}],", finish_text(job));
-    put_usage(out, job);
-    put(out, ",");
-    put_timings(out, job);
-    put(out, "}");
+static void plain_choice(Exchange *x, TokText *out) {
+    put_plain(x, out, text_of(&x->job->content), x->job->content.n);
+    put(out, ",'finish_reason':%s}", finish_text(x->job));
 }
+
+static void plain_whole(Exchange *x, TokText *out) { put_completion(x, out, "text_completion", plain_choice); }
 
 // Reads ids given as a list of numbers.
 static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds *ids) {
@@ -415,40 +471,98 @@ static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds
     return true;
 }
 
-// Makes the prompt of a text, <bos> and a string, or of ids.
-static bool plain_ask(Exchange *x, const Request *r) {
-    Job *job = x->job;
-    GgufJson rest = r->prompt, first = r->prompt, more;
-    if (r->prompt.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &first) && first.type == GGUF_J_STRING) {
-        if (gguf_json_next(&rest, NULL, &more))
-            return refuse(&x->fault, 400, "prompt", "prompt: expected one prompt, got several");
-    } else {
-        first = r->prompt;
-    }
-    if (first.type == GGUF_J_ARRAY) {
+// Makes the prompt of a text, <bos> and a string, or of ids. name: what errors call it.
+static bool read_one_prompt(Exchange *x, const char *name, const GgufJson *v, Job *job) {
+    if (v->type == GGUF_J_ARRAY) {
         job->by_ids = true;
-        if (!read_ids(x, "prompt", &first, &job->ids)) return false;
-        if (!job->ids.n) return refuse(&x->fault, 400, "prompt", "prompt: expected at least one token");
-    } else if (first.type == GGUF_J_STRING) {
-        size_t n;
-        char *text = copy_string(&first, &n);
-        const bool ok = (x->t.bos < 0 || tok_push_id(&x->t, &job->ids, x->t.bos) == 0) &&
-                        tok_encode(&x->t, text, n, TOK_PLAIN, &job->ids) == 0;
-        free(text);
-        if (!ok) return refuse(&x->fault, 400, "prompt", "prompt: %s", x->t.err);
-    } else {
-        return refuse(&x->fault, 400, "prompt", "prompt: expected a string or a list of token ids");
+        return read_ids(x, name, v, &job->ids) &&
+               (job->ids.n || refuse(&x->fault, 400, "prompt", "%s: expected at least one token", name));
     }
+    if (v->type != GGUF_J_STRING)
+        return refuse(&x->fault, 400, "prompt", "%s: expected a string, a list of token ids, or a list of these", name);
+    size_t n;
+    char *text = copy_string(v, &n);
+    const bool ok = (x->t.bos < 0 || tok_push_id(&x->t, &job->ids, x->t.bos) == 0) &&
+                    tok_encode(&x->t, text, n, TOK_PLAIN, &job->ids) == 0;
+    free(text);
+    return ok || refuse(&x->fault, 400, "prompt", "%s: %s", name, x->t.err);
+}
+
+// Makes one prompt, or one of each element of a list.
+static bool plain_ask(Exchange *x, Request *r) {
+    Job *job = x->job;
+    check_fields(x, &r->root, chat_fields, true);
+    GgufJson rest = r->prompt, v;
+    char name[32];
+    bool ok = true;
+    const bool is_list = rest.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &v) && v.type != GGUF_J_NUMBER;
+    if (!is_list) ok = read_one_prompt(x, "prompt", &r->prompt, job);
+    rest = r->prompt;
+    for (int i = 0; is_list && ok && gguf_json_next(&rest, NULL, &v); i++) {
+        if (i == MAX_CHOICES)
+            return refuse(&x->fault, 400, "prompt", "prompt: expected at most %d prompts", MAX_CHOICES);
+        snprintf(name, sizeof name, "prompt[%d]", i);
+        ok = read_one_prompt(x, name, &v, i ? add_choice(x) : job);
+    }
+    choose(x, 0);
+    if (!ok) return false;
     int64_t n_top = -1;
     if (is_given(&r->logprobs) &&
         (r->logprobs.type != GGUF_J_NUMBER || !gguf_json_int(&r->logprobs, 0, PLAIN_TOP, &n_top)))
         return refuse(&x->fault, 400, "logprobs", "logprobs: expected an integer from 0 to %d", PLAIN_TOP);
     job->n_top = (int)n_top;
+    x->echo = r->echo;
+    job->scores = r->echo && n_top >= 0;
     return true;
 }
 
-static const Api plain_api = { "cmpl-", NULL, plain_ask, plain_begin, plain_text, plain_call, plain_end, plain_whole };
+static const Api plain_api = { "cmpl-", NULL, plain_ask, plain_begin, plain_text, plain_call, plain_end, plain_whole,
+                               NULL, NULL };
 
+// ==== [3] /completion ================================================================================================
+// llama.cpp's own form: a request is that of /v1/completions; one answer is an object, several are a list.
+
+static void native_begin(Exchange *x) { (void)x; }
+
+static void native_text(Exchange *x, TokStr thought, TokStr content) {
+    (void)thought;
+    if (content.n)
+        put(&x->out, "data: {'index':%d,'content':%t,'tokens':[],'stop':false}\n\n", x->choice->index, content);
+}
+
+static void put_native(Exchange *x, TokText *out, TokStr content) {
+    const Job *job = x->job;
+    const char *why = is_cut(job) ? "limit" : job->stop ? "word" : "eos";
+    TokText prompt = { 0 };
+    append_ids(x, &prompt, &job->ids, true);
+    put(out, "{'index':%d,'content':%t,'tokens':[],'stop':true,'model':%s,'tokens_predicted':%d,'tokens_evaluated':%d,",
+        x->choice->index, content, x->srv->name, job->turn.made, job->turn.n_prompt);
+    put(out, "'tokens_cached':%d,'prompt':%t,'truncated':false,'stop_type':%s,'stopping_word':%s,", job->cached,
+        text_of(&prompt), why, job->stop ? job->stop : "");
+    put_timings(out, x);
+    put(out, "}");
+    tok_text_free(&prompt);
+}
+
+static void native_end(Exchange *x) {
+    put(&x->out, "data: ");
+    put_native(x, &x->out, str(""));
+    put(&x->out, "\n\n");
+}
+
+static void native_choice(Exchange *x, TokText *out) { put_native(x, out, text_of(&x->job->content)); }
+
+static void native_whole(Exchange *x, TokText *out) {
+    const bool one = x->n_prompts * x->n_shown == 1;
+    put(out, one ? "" : "[");
+    put_choices(x, out, native_choice);
+    put(out, one ? "" : "]");
+}
+
+static const Api native_api = { "cmpl-", NULL, plain_ask, native_begin, native_text, plain_call, native_end,
+                                native_whole, NULL, NULL };
+
+static void route_native(Exchange *x) { complete(x, &native_api); }
 static void route_chat(Exchange *x) { complete(x, &chat_api); }
 static void route_completions(Exchange *x) { complete(x, &plain_api); }
 

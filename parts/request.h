@@ -10,6 +10,8 @@
 typedef struct {
     const char *host, *alias;          // address to listen on; name of the model, NULL: its file name
     const char *api_key;               // NULL: no key is needed
+    TextList    origins;               // of web pages that may use the API; *: of all
+    const char *public_url;            // where a proxy offers the server, or NULL
     int         port, max_queue, timeout;          // 0: any free port; jobs that wait; seconds for one answer
     size_t      max_body;              // bytes of a request
     int         n_predict, think_budget;           // if the request does not say
@@ -100,8 +102,9 @@ typedef struct {
     // type GGUF_J_NULL: not given
     GgufJson messages, tools, prompt, stop, logit_bias, tool_choice, stream_options, response_format, modalities;
     GgufJson kwargs, reasoning_effort, logprobs, content, tokens, functions, grammar, json_schema, suffix, audio, user;
+    GgufJson root;                     // the whole body
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
-    double   think_budget;             // NAN: not given
+    double   think_budget, n, best_of; // NAN: not given
     double   other;                    // of features that do not exist: only the value without effect is accepted
     bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
     bool     one_call;                 // parallel_tool_calls: false
@@ -131,7 +134,8 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "repeat_penalty", IS_REAL, AT(repeat), 0.001, 1000 }, { "repetition_penalty", IS_REAL, AT(repeat), 0.001, 1000 },
     { "presence_penalty", IS_REAL, AT(presence), -1000, 1000 },
     { "frequency_penalty", IS_REAL, AT(frequency), -1000, 1000 }, { "seed", IS_INT, AT(seed), -9e15, 9e15 },
-    { "n", IS_INT, AT(other), 1, 1 }, { "best_of", IS_INT, AT(other), 1, 1 }, { "typical_p", IS_REAL, AT(other), 1, 1 },
+    { "n", IS_INT, AT(n), 1, INT_MAX }, { "best_of", IS_INT, AT(best_of), 1, INT_MAX },
+    { "typical_p", IS_REAL, AT(other), 1, 1 },
     { "mirostat", IS_INT, AT(other), 0, 0 }, { "dry_multiplier", IS_REAL, AT(other), 0, 0 },
     { "xtc_probability", IS_REAL, AT(other), 0, 0 }, { "dynatemp_range", IS_REAL, AT(other), 0, 0 },
     { "top_logprobs", IS_INT, AT(top_logprobs), 0, MAX_TOP },
@@ -149,6 +153,7 @@ typedef struct {              // why a request is refused
     int  status;              // 0: it is not refused
     char param[64];           // the field at fault, or empty
     const char *code;         // or NULL
+    size_t n_prompt;          // tokens of a prompt that is too long; 0: it is not
     char text[400];
 } Fault;
 
@@ -200,7 +205,6 @@ static bool refuse_absent(const Request *r, Fault *f) {
     GgufJson rest = r->modalities, v;
     if (is_given(&r->functions)) return refuse(f, 400, "functions", "functions is not supported; use tools");
     if (is_given(&r->audio)) return refuse(f, 400, "audio", "audio is not supported; this server is text only");
-    if (r->echo) return refuse(f, 400, "echo", "echo is not supported");
     if (is_given(&r->suffix) && r->suffix.n > 2) return refuse(f, 400, "suffix", "suffix is not supported");
     while (is_given(&rest) && gguf_json_next(&rest, NULL, &v))
         if (!gguf_json_is(&v, "text")) return refuse(f, 400, "modalities", "modalities: only text is supported");
@@ -223,10 +227,12 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     size_t at;
     const char *err;
     *r = (Request){ .max_tokens = NAN, .temperature = NAN, .top_k = NAN, .top_p = NAN, .min_p = NAN, .repeat = NAN,
-                    .presence = NAN, .frequency = NAN, .seed = NAN, .top_logprobs = NAN, .think_budget = NAN };
+                    .presence = NAN, .frequency = NAN, .seed = NAN, .top_logprobs = NAN, .think_budget = NAN,
+                    .n = NAN, .best_of = NAN };
     if (gguf_json_parse(body.s ? body.s : "", body.n, &root, &at, &err) < 0)
         return refuse(f, 400, "", "the request body is not JSON: byte %zu: expected %s", at, err);
     if (root.type != GGUF_J_OBJECT) return refuse(f, 400, "", "the request body: expected a JSON object");
+    r->root = root;
     while (gguf_json_next(&root, &key, &v))
         for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
             if (gguf_json_is(&key, fields[i].name) && !read_field(r, f, i, &v)) return false;
@@ -246,35 +252,9 @@ static char *copy_string(const GgufJson *v, size_t *n) {
 }
 
 static bool is_role(const GgufJson *role) {
-    static const char *const roles[] = { "system", "developer", "user", "assistant", "tool" };
+    static const char *const roles[] = { "system", "developer", "user", "assistant", "tool", "function" };
     for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) if (gguf_json_is(role, roles[i])) return true;
     return false;
-}
-
-// Checks that messages have known roles and text contents, and that results follow their calls.
-static bool check_messages(const GgufJson *messages, Fault *f) {
-    GgufJson rest = *messages, m, role, calls, content, part, type;
-    bool called = false;
-    int i = 0;
-    if (!is_given(messages)) return refuse(f, 400, "messages", "messages: expected a list, got none");
-    for (; gguf_json_next(&rest, NULL, &m); i++) {
-        if (m.type != GGUF_J_OBJECT) return refuse(f, 400, "messages", "messages[%d]: expected an object", i);
-        if (!gguf_json_get(&m, "role", &role) || !is_role(&role))
-            return refuse(f, 400, "messages", "messages[%d].role: expected system, developer, user, assistant or tool",
-                          i);
-        if (!gguf_json_is(&role, "tool"))
-            called = gguf_json_get(&m, "tool_calls", &calls) && calls.type == GGUF_J_ARRAY &&
-                     gguf_json_next(&calls, NULL, &part);
-        else if (!called)
-            return refuse(f, 400, "messages", "messages[%d]: expected tool_calls before a tool result", i);
-        if (!gguf_json_get(&m, "content", &content) || content.type != GGUF_J_ARRAY) continue;
-        GgufJson parts = content;
-        for (int k = 0; gguf_json_next(&parts, NULL, &part); k++)
-            if (part.type != GGUF_J_OBJECT || !gguf_json_get(&part, "type", &type) || !gguf_json_is(&type, "text"))
-                return refuse(f, 400, "messages", "messages[%d].content[%d]: expected a part of type text; images, "
-                              "audio and files are not supported", i, k);
-    }
-    return i > 0 || refuse(f, 400, "messages", "messages: expected at least one message");
 }
 
 #endif

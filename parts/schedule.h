@@ -1,13 +1,13 @@
 /* schedule.h - the jobs of the server: a queue, and one engine thread that answers all of them together.
  *
- * Uses engine.h, grammar.h, request.h; the callers store.h (idle conversations) and answer.h (hashes). Begin with
- * run_engine().
+ * Uses engine.h, grammar.h, request.h, recent.h; the callers store.h (idle conversations) and answer.h (hashes). Begin
+ * with run_engine().
  *   [1] How much of a prompt a round runs    [2] Jobs    [3] Slots    [4] Rounds
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Another
  *          thread writes files of sessions (store.h, which has its own lock).
- *          Server.lock guards the queue, the counters, the peers, the remembered calls, Slot.job if others than the
- *          engine read it, and the answer and the ids of every queued job. */
+ *          Server.lock guards the queue, the counters, the peers, the remembered calls and items, Slot.job if others
+ *          than the engine read it, and the answer and the ids of every queued job. */
 #ifndef SCHEDULE_H
 #define SCHEDULE_H
 
@@ -68,8 +68,16 @@ typedef struct { TokIds ids; char id[40]; } Replay;                  // a call a
 // A token of the answer, its probability, and the most probable tokens at its place.
 typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;
 
+typedef enum { PIECE_THOUGHT, PIECE_TEXT, PIECE_CALL } PieceKind;
+typedef struct {              // a part of an answer; all of them are in the order in which the model wrote them
+    PieceKind kind;
+    size_t    from, to;       // its bytes in Job.thought or Job.content; CALL: its number in Job.calls and the next one
+} AnswerPiece;
+
 typedef struct Job {
     struct Job   *next;       // in the queue
+    struct Job   *lead;       // the first job of the same request, which may be the job itself: its `news`, stop
+                              // strings and biases serve all of them, and only it counts in the queue
     // the question: not changed after it is queued, except the ids: see take_held()
     TokIds        ids;
     int           checkpoint_at;       // see Prompt
@@ -78,6 +86,8 @@ typedef struct Job {
     bool          no_cache;
     bool          by_ids;     // the client gave the prompt as token ids: they are run as they are
     int           n_top;      // most probable tokens to report with each token; -1: no probabilities
+    bool          ranked;     // logprob_sum is needed
+    bool          scores;     // the tokens of the prompt have probabilities too: the first entries of `likely`
     int           fd;         // of the client
     uint64_t      client;     // equal for jobs of the same client
     double        queued, deadline;        // seconds()
@@ -85,9 +95,15 @@ typedef struct Job {
     TokIds        said;
     TokText       content, thought;
     Call         *calls;
+    AnswerPiece        *pieces;
     Likely       *likely;     // (n_likely) tokens of the content
-    int           n_calls, n_likely, room_likely;
+    int           n_calls, n_pieces, n_likely, room_likely;
+    double        logprob_sum;         // of n_summed tokens
+    int           n_summed;
+    bool          thinks;     // its last token is part of a thought that goes on
+    bool          cut;        // the end of the answer has cut its last piece
     int           run, total, cached;      // tokens of the prompt
+    int           n_scored;   // of the prompt: tokens that have theirs
     bool          started, done;
     EndReason     end;
     Turn          turn;
@@ -96,8 +112,8 @@ typedef struct Job {
     Fault         fault;      // status 0: there is an answer
     // owners
     bool          gone;       // its client has left
-    int           n_owners;   // the connection and the engine
-    pthread_cond_t news;      // something was added
+    int           n_owners;   // the connection, the engine, and the jobs that it leads
+    pthread_cond_t news;      // something was added to one of the jobs
 } Job;
 
 typedef struct {
@@ -145,6 +161,9 @@ typedef struct {
     int64_t         n_jobs;
     Replay         *replays;           // (REPLAYS) the last calls
     int             n_replays;         // since the start
+    Recent          items, responses;  // of /v1/responses, by their ids
+    uint64_t        unknown[128];      // hashes of unknown fields of requests that the log has named
+    int             n_unknown;
     bool            draining;
     Totals          totals;
 } Server;
@@ -167,18 +186,25 @@ static void new_id(Server *srv, const char *prefix, char out[40]) {
     snprintf(out, 40, "%.12s%016" PRIx64 "%08" PRIx32, prefix, hash_bytes(n, sizeof n), (uint32_t)n[1]);
 }
 
+static void drop_grammar(Job *job) {
+    if (job->options.grammar) grammar_free(job->options.grammar);
+    free(job->options.grammar);
+    job->options.grammar = NULL;
+}
+
 static void job_free(Job *job) {
     for (int i = 0; i < job->n_calls; i++) {
         tok_text_free(&job->calls[i].name);
         tok_text_free(&job->calls[i].arguments);
     }
-    for (int i = 0; i < job->options.stops.n; i++) free((char *)(uintptr_t)job->options.stops.text[i]);
-    free(job->options.stops.text);
+    const TextList *stops = &job->options.stops;
+    for (int i = 0; i < stops->n && job->lead == job; i++) free((char *)(uintptr_t)stops->text[i]);
+    if (job->lead == job) free(stops->text);
+    if (job->lead == job) free(job->bias);
     free(job->calls);
+    free(job->pieces);
     free(job->likely);
-    free(job->bias);
-    if (job->options.grammar) grammar_free(job->options.grammar);
-    free(job->options.grammar);
+    drop_grammar(job);
     tok_ids_free(&job->ids);
     tok_ids_free(&job->said);
     tok_text_free(&job->content);
@@ -188,10 +214,13 @@ static void job_free(Job *job) {
 }
 
 static void job_drop(Job *job) {                       // one owner less; the caller holds the lock
-    if (!--job->n_owners) job_free(job);
+    Job *lead = job->lead;
+    if (--job->n_owners) return;
+    job_free(job);
+    if (lead != job) job_drop(lead);
 }
 
-// Puts a job at the end of the queue. False: it is refused.
+// Puts the jobs of a request, a list that begins with their lead, at the end of the queue. False: they are refused.
 static bool submit(Server *srv, Job *job, Fault *f) {
     bool ok = true;
     pthread_mutex_lock(&srv->lock);
@@ -201,13 +230,15 @@ static bool submit(Server *srv, Job *job, Fault *f) {
         srv->totals.refused++;
         ok = refuse(f, 429, "", "the queue is full with %d requests; try again later", srv->n_queued);
     } else {
-        job->queued = seconds();
-        job->deadline = job->queued + srv->o.timeout;
-        job->n_owners = 2;
         *srv->last = job;
-        srv->last = &job->next;
         srv->n_queued++;
         srv->totals.jobs++;
+        for (const double now = seconds(); job; job = job->next) {
+            job->queued = now;
+            job->deadline = now + srv->o.timeout;
+            job->n_owners++;
+            srv->last = &job->next;
+        }
     }
     pthread_mutex_unlock(&srv->lock);
     if (ok) sem_post(&wake);
@@ -216,9 +247,10 @@ static bool submit(Server *srv, Job *job, Fault *f) {
 
 static void job_done(Server *srv, Job *job) {          // the engine has finished it; the caller holds the lock
     job->done = true;
-    srv->totals.cancelled += job->gone;
+    drop_grammar(job);
+    srv->totals.cancelled += job->gone && job->lead == job;
     if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client closed the connection");
-    pthread_cond_broadcast(&job->news);
+    pthread_cond_broadcast(&job->lead->news);
     job_drop(job);
 }
 
@@ -251,7 +283,7 @@ static void clean_queue(Server *srv, double now) {
         }
         if (!job->gone) refuse(&job->fault, 503, "", "no session became free within %d seconds", srv->o.timeout);
         *srv->last = job->next;
-        srv->n_queued--;
+        srv->n_queued -= job->lead == job;
         job_done(srv, job);
     }
 }
@@ -334,30 +366,39 @@ static void take_held(Server *srv, const Session *s, Job *job) {
     tok_ids_free(&ids);
 }
 
+// The session of the slot begins to answer its job.
+static void begin_answer(Server *srv, Slot *slot) {
+    Job *job = slot->job;
+    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at };
+    const bool ok = session_start(slot->s, &p, &job->options);
+    pthread_mutex_lock(&srv->lock);
+    job->started = true;
+    job->cached = ok && !job->scores ? job->total - session_state(slot->s).n_left : 0;
+    job->run = job->cached;
+    if (!ok) {
+        refuse(&job->fault, 400, "", "%s", session_error(slot->s));
+        slot->job = NULL;
+        srv->n_running--;
+        job_done(srv, job);
+    }
+    pthread_mutex_unlock(&srv->lock);
+}
+
 static void start_job(Server *srv, Slot *slot, Job *job) {
     Session *s = slot->s;
     if (job->bias || slot->biased) session_set_bias(s, job->bias);
     slot->biased = job->bias;
-    if (job->no_cache) session_forget(s);
+    if (job->no_cache || job->scores) session_forget(s);
     else if (!job->by_ids && !slot->by_ids) take_held(srv, s, job);
     slot->by_ids = job->by_ids;
-    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at };
-    const bool ok = session_start(s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
     job->total = (int)job->ids.n;
     slot->used = ++srv->n_jobs;
     slot->asked = (size_t)(job->checkpoint_at ? job->checkpoint_at : job->total);
-    job->started = true;
-    job->cached = ok ? job->total - session_state(s).n_left : 0;
-    job->run = job->cached;
-    if (ok) {
-        slot->job = job;
-        srv->n_running++;
-    } else {
-        refuse(&job->fault, 400, "", "%s", session_error(s));
-        job_done(srv, job);
-    }
+    slot->job = job;
+    srv->n_running++;
     pthread_mutex_unlock(&srv->lock);
+    if (!job->scores) begin_answer(srv, slot);
 }
 
 // Returns the pointer to the next job: the first one of a client with fewest jobs under way. The caller holds the lock.
@@ -381,7 +422,7 @@ static void admit(Server *srv) {
         if (job) {
             *at = job->next;
             if (!job->next) srv->last = at;
-            srv->n_queued--;
+            srv->n_queued -= job->lead == job;
             job->next = NULL;
         }
         pthread_mutex_unlock(&srv->lock);
@@ -393,6 +434,9 @@ static void admit(Server *srv) {
 // ==== [4] Rounds =====================================================================================================
 
 typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // PLAIN: only answers; SHARED: also a prompt
+
+// True if the tokens of the slot's prompt are still to get their probabilities, before the answer begins.
+static bool is_scoring(const Slot *slot) { return slot->job && slot->job->scores && !slot->job->started; }
 
 // Chooses the sessions of the next round. Returns their number, and sets *round to the kind of the round. If there are
 // several long prompts, only one of them runs.
@@ -410,7 +454,7 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
     for (int k = 1; k <= n_seqs; k++) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
-        if (!slot->job) continue;
+        if (!slot->job || is_scoring(slot)) continue;
         session_set_budget(slot->s, chunk, answers && !srv->by_rows ? srv->share.amount : INFINITY);
         const SessionState state = session_state(slot->s);
         const bool is_prompt = state.running && state.prompting;
@@ -434,7 +478,7 @@ static void learn_share(Server *srv, Round round, double taken) {
     if (round == ROUND_SHARED && whole) share_learn(&srv->share, with, taken);
 }
 
-// The probability of the last token, and the n most probable tokens. Overwrites the logits.
+// The probability of token `id`, and the n most probable tokens. Overwrites the logits.
 static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
     const double sum = logsumexp(logits, vocab);
     *l = (Likely){ .id = id, .n_top = min_int(n, vocab), .logprob = (float)(logits[id] - sum) };
@@ -447,22 +491,52 @@ static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
     }
 }
 
-// Only tokens that the client sees have probabilities.
-static void add_likely(Server *srv, Slot *slot, const Event *e) {
-    Job *job = slot->job;
-    if (job->n_top < 0 || e->kind != EVENT_TOKEN || e->n_ids != 1 || tok_reply_thinks(session_reply(slot->s)) ||
-        tok_is_stop(srv->t, e->ids[0])) return;
-    Likely l;
-    if (!session_logits(slot->s, srv->logits)) return;
-    weigh(srv->logits, model_shape(srv->m).vocab, e->ids[0], job->n_top, &l);
-    pthread_mutex_lock(&srv->lock);
+static void push_likely(Job *job, const Likely *l) {   // the caller holds the lock
     if (job->n_likely == job->room_likely) {
         job->room_likely = 2 * job->room_likely + 64;
         job->likely = realloc(job->likely, (size_t)job->room_likely * sizeof *job->likely);
         if (!job->likely) die("out of memory for %d probabilities", job->room_likely);
     }
-    job->likely[job->n_likely++] = l;
+    job->likely[job->n_likely++] = *l;
+}
+
+// Only tokens that the client sees have probabilities. After a prompt that has them, all tokens have them, also the end
+// of the turn: programs that measure models expect as many as they asked for.
+static void add_likely(Server *srv, Slot *slot, const Event *e) {
+    Job *job = slot->job;
+    if ((job->n_top < 0 && !job->ranked) || e->kind != EVENT_TOKEN || e->n_ids != 1) return;
+    const bool hidden = tok_reply_thinks(session_reply(slot->s)) || tok_is_stop(srv->t, e->ids[0]);
+    if (hidden && !job->scores) return;
+    Likely l;
+    if (!session_logits(slot->s, srv->logits)) return;
+    weigh(srv->logits, model_shape(srv->m).vocab, e->ids[0], job->n_top, &l);
+    pthread_mutex_lock(&srv->lock);
+    job->logprob_sum += (double)l.logprob;
+    job->n_summed++;
+    if (job->n_top >= 0) push_likely(job, &l);
     pthread_mutex_unlock(&srv->lock);
+}
+
+// Runs the next tokens of a prompt that have to have probabilities: few, because other sessions wait. Then, with the
+// last token, or if it has to stop, the answer begins.
+static void run_scoring(Server *srv, Slot *slot, bool stop) {
+    enum { ROWS = 8 };
+    Job *job = slot->job;
+    const int vocab = model_shape(srv->m).vocab, at = job->n_scored, left = job->total - 1 - at;
+    const Likely first = { .id = job->ids.ids[0], .logprob = NAN };
+    Likely likely[ROWS];
+    const bool ends = left <= 0 || stop || job->gone;
+    const int n = ends ? 0 : session_append_rows(slot->s, job->ids.ids + at, min_int(left, ROWS));
+    for (int i = 0; i < n; i++) {
+        session_row_logits(slot->s, i, srv->logits);
+        weigh(srv->logits, vocab, job->ids.ids[at + i + 1], job->n_top, &likely[i]);
+    }
+    pthread_mutex_lock(&srv->lock);
+    if (!job->n_likely) push_likely(job, &first);
+    for (int i = 0; i < n; i++) push_likely(job, &likely[i]);
+    job->n_scored += n;
+    pthread_mutex_unlock(&srv->lock);
+    if (ends || n == left) begin_answer(srv, slot);
 }
 
 // Remembers the tokens of the answer's last call. The caller holds the lock.
@@ -476,6 +550,19 @@ static void remember(Server *srv, const Job *job, const char *id) {
         if (tok_push_id(srv->t, &replay->ids, job->said.ids[i]) < 0) die("out of memory for a call");
 }
 
+// Adds bytes from .. to - 1 of the thought or the content, or a call. Texts that follow each other are one piece.
+static void add_piece(Job *job, PieceKind kind, size_t from, size_t to) {
+    AnswerPiece *last = job->n_pieces ? &job->pieces[job->n_pieces - 1] : NULL;
+    if (from == to) return;
+    if (last && last->kind == kind && kind != PIECE_CALL) {
+        last->to = to;
+        return;
+    }
+    job->pieces = realloc(job->pieces, (size_t)(job->n_pieces + 1) * sizeof *job->pieces);
+    if (!job->pieces) die("out of memory for an answer");
+    job->pieces[job->n_pieces++] = (AnswerPiece){ kind, from, to };
+}
+
 static void add_calls(Server *srv, Job *job, const TokReply *r) {
     for (; job->n_calls < r->n_calls; job->n_calls++) {
         job->calls = realloc(job->calls, (size_t)(job->n_calls + 1) * sizeof *job->calls);
@@ -487,7 +574,15 @@ static void add_calls(Server *srv, Job *job, const TokReply *r) {
         append(&call->arguments, from->arguments.s, from->arguments.n);
         new_id(srv, "call_", call->id);
         remember(srv, job, call->id);
+        add_piece(job, PIECE_CALL, (size_t)job->n_calls, (size_t)job->n_calls + 1);
     }
+}
+
+// True if the end of the answer has cut its last piece. n_calls: of complete calls.
+static bool is_cut_short(const Job *job, EndReason end, int n_calls) {
+    const AnswerPiece *last = job->n_pieces ? &job->pieces[job->n_pieces - 1] : NULL;
+    if (!last || (end != END_LENGTH && end != END_CONTEXT && end != END_CANCELLED)) return false;
+    return last->kind == PIECE_CALL ? last->from >= (size_t)n_calls : last->kind == PIECE_TEXT || job->thinks;
 }
 
 static void end_job(Server *srv, Slot *slot, const Event *e) {       // the caller holds the lock
@@ -495,6 +590,7 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // the call
     const Turn *turn = session_turn(slot->s);
     job->end = e->end;
     job->turn = *turn;
+    if (job->scores) job->turn.n_run = turn->n_prompt;
     job->thought_tokens = turn->thought_tokens;
     job->stop = turn->stop;
     if (e->end == END_ERROR && job->bias)
@@ -516,15 +612,24 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     Job *job = slot->job;
     add_likely(srv, slot, e);
     pthread_mutex_lock(&srv->lock);
+    const size_t content = job->content.n, thought = job->thought.n;
+    const int n_calls = job->n_calls;
     append(&job->content, e->content.s, e->content.n);
     append(&job->thought, e->thought.s, e->thought.n);
+    add_piece(job, PIECE_THOUGHT, thought, job->thought.n);
+    add_piece(job, PIECE_TEXT, content, job->content.n);
     for (int i = 0; i < e->n_ids && srv->t->call_open >= 0; i++)
         if (tok_push_id(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
     add_calls(srv, job, session_reply(slot->s));
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
-    if (e->kind == EVENT_END) end_job(srv, slot, e);
-    else pthread_cond_broadcast(&job->news);
+    if (e->kind == EVENT_TOKEN) job->thinks = tok_reply_thinks(session_reply(slot->s));
+    if (e->kind == EVENT_END) {
+        job->cut = is_cut_short(job, e->end, n_calls);
+        end_job(srv, slot, e);
+    } else {
+        pthread_cond_broadcast(&job->lead->news);
+    }
     pthread_mutex_unlock(&srv->lock);
 }
 
@@ -553,12 +658,20 @@ static void run_engine(Server *srv) {
         }
         pthread_mutex_unlock(&srv->lock);
         admit(srv);
+        bool scored = false;
+        for (int i = 0; i < n_slots(srv); i++) {
+            if (!is_scoring(&srv->slots[i])) continue;
+            run_scoring(srv, &srv->slots[i], now >= give_up || now >= srv->slots[i].job->deadline);
+            scored = true;
+        }
         const int n = pick(srv, sessions, slots, &round);
         if (n) {
             const double start = seconds();
             sessions_next(sessions, n, events);
             learn_share(srv, round, seconds() - start);
             for (int i = 0; i < n; i++) tell(srv, slots[i], &events[i]);
+        } else if (scored) {
+            continue;
         } else if (stop) {
             break;
         } else {

@@ -2,7 +2,7 @@
  *
  * Requests come in as JSON (request.h), wait in a queue, are answered together by one engine thread (schedule.h), and
  * the answers go out as JSON or as a stream of events (exchange.h) in the form of the API that was called (openai.h,
- * anthropic.h, responses.h).
+ * anthropic.h, responses.h, ollama.h).
  *
  * Uses engine.h, grammar.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of messages)
  * and answer.h (hashes). Begin with serve().
@@ -17,9 +17,11 @@ static void need_http(void) {
     die("serve: this build has no HTTP support: install libmicrohttpd-dev (Debian, Ubuntu), libmicrohttpd-devel "
         "(Fedora) or libmicrohttpd (Arch, Homebrew) and pkg-config, then run make again");
 }
+static void check_origins(const ServeOptions *o) { (void)o; }
 static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (void)t, (void)o; }
 #else
 #include <arpa/inet.h>
+#include <ctype.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
 
@@ -44,12 +46,16 @@ static void put_model(TokText *out, const Server *srv, bool anthropic) {
         struct tm utc;
         const time_t created = (time_t)srv->created;
         strftime(day, sizeof day, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&created, &utc));
-        put(out, "{'type':'model','id':%s,'display_name':%s,'created_at':%s}", srv->name, srv->name, day);
+        put(out, "{'type':'model','id':%s,'display_name':%s,'created_at':%s,'max_input_tokens':%d,'max_tokens':%d}",
+            srv->name, srv->name, day, context_size(srv), context_size(srv));
         return;
     }
     const ModelShape shape = model_shape(srv->m);
-    put(out, "{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','meta':", srv->name, (size_t)srv->created);
-    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_embd':%d}}", shape.vocab, context_size(srv), shape.dim);
+    const ModelSize size = model_size(srv->m);
+    put(out, "{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','max_model_len':%d,'meta':", srv->name,
+        (size_t)srv->created, context_size(srv));
+    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_ctx_train':%d,'n_embd':%d,'n_params':%z,'size':%z}}", shape.vocab,
+        context_size(srv), shape.trained, shape.dim, (size_t)size.params, (size_t)size.bytes);
 }
 
 // The list of models, which has one entry. A request that names a version of Anthropic's API gets that form.
@@ -75,17 +81,30 @@ static void route_model(Exchange *x) {
     respond_json(x, &out);
 }
 
+// Sizes and defaults. Clients of llama.cpp look for the context and the sampling in default_generation_settings.
 static void route_props(Exchange *x) {
     const Server *srv = x->srv;
     const SampleParams *p = &srv->o.sampling;
-    TokText out = { 0 };
-    put(&out, "{'model':%s,'n_ctx':%d,'total_slots':%d,'chat_template':%s,'modalities':{'vision':false,'audio':false},"
-        "'default_generation_settings':{'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,"
-        "'repeat_penalty':%f,'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b}}", srv->name,
-        context_size(srv), n_slots(srv), srv->t->large_variant ? "large" : "small", srv->o.n_predict,
-        (double)p->temperature, (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat,
-        (double)p->presence, (double)p->frequency, srv->o.think);
+    const Tokenizer *t = srv->t;
+    const TokStr none = { "", 0 };
+    TokText out = { 0 }, params = { 0 };
+    put(&params, "'n_predict':%d,'temperature':%f,'top_k':%d,'top_p':%f,'min_p':%f,'repeat_penalty':%f,"
+        "'presence_penalty':%f,'frequency_penalty':%f,'thinking':%b", srv->o.n_predict, (double)p->temperature,
+        (int)p->top_k, (double)p->top_p, (double)p->min_p, (double)p->repeat, (double)p->presence,
+        (double)p->frequency, srv->o.think);
+    put(&out, "{'model':%s,'model_alias':%s,'model_path':%s,'build_info':%s,'n_ctx':%d,'total_slots':%d,", srv->name,
+        srv->name, model_path(srv->m), "gemma4 " VERSION, context_size(srv), n_slots(srv));
+    put(&out, "'modalities':{'vision':false,'audio':false},'bos_token':%t,'eos_token':%t,'template_variant':%s,"
+        "'chat_template':%t,", t->bos < 0 ? none : tok_piece(t, t->bos, true), t->eos < 0 ? none :
+        tok_piece(t, t->eos, true), t->large_variant ? "large" : "small", model_template(srv->m));
+    put(&out, "'default_generation_settings':{'n_ctx':%d,%r,'params':{%r}}}", context_size(srv), text_of(&params),
+        text_of(&params));
+    tok_text_free(&params);
     respond_json(x, &out);
+}
+
+static void route_embeddings(Exchange *x) {
+    refuse(&x->fault, 404, "", "%s: this server has no embeddings, because its model writes text", x->route->path);
 }
 
 static void route_slots(Exchange *x) {
@@ -130,7 +149,7 @@ static void route_metrics(Exchange *x) {
            t.prompt_seconds);
     metric(&out, "tokens_generated_total", "counter", "Tokens generated.", (double)t.made);
     metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
-    metric(&out, "requests_running", "gauge", "Requests running.", running);
+    metric(&out, "requests_running", "gauge", "Answers running.", running);
     metric(&out, "requests_waiting", "gauge", "Requests waiting in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", n_slots(srv));
     metric(&out, "connections", "gauge", "Open connections, including this one.", peers);
@@ -189,18 +208,13 @@ static void route_detokenize(Exchange *x) {
     Request r;
     TokIds ids = { 0 };
     TokText text = { 0 }, out = { 0 };
-    TokStream stream = { 0 };
     if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o)) return;
     if (!is_given(&r.tokens)) {
         refuse(&x->fault, 400, "tokens", "tokens: expected a list of token ids, got none");
         return;
     }
     if (read_ids(x, "tokens", &r.tokens, &ids)) {
-        char *piece = alloc_or_die(x->t.stream_cap, 1);
-        for (size_t i = 0; i < ids.n; i++)
-            append(&text, piece, tok_stream_push(&x->t, &stream, ids.ids[i], true, piece, x->t.stream_cap));
-        append(&text, piece, tok_stream_flush(&stream, piece, x->t.stream_cap));
-        free(piece);
+        append_ids(x, &text, &ids, true);
         put(&out, "{'content':%t}", text_of(&text));
         respond_json(x, &out);
     }
@@ -213,7 +227,8 @@ static void route_template(Exchange *x) {
     TokIds ids = { 0 };
     TokText text = { 0 }, out = { 0 };
     Begun begun = { 0 };
-    if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o) || !check_messages(&r.messages, &x->fault)) return;
+    if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o) || !convert_tools(x, &r) || !read_messages(x, &r))
+        return;
     TokChat chat = { .messages = { r.messages.s, r.messages.n }, .think = r.think, .add_cue = r.continues ||
                      !r.no_cue };
     if (is_given(&r.tools)) chat.tools = (TokStr){ r.tools.s, r.tools.n };
@@ -253,15 +268,21 @@ static void route_page(Exchange *x) {
     MHD_add_response_header(r, "Referrer-Policy", "no-referrer");
     MHD_add_response_header(r, "Cache-Control", "no-cache");
     MHD_add_response_header(r, "ETag", tag);
-    x->answered = true;
-    x->status = same ? 304 : 200;
-    MHD_queue_response(x->connection, (unsigned)x->status, r);
-    MHD_destroy_response(r);
+    send_response(x, same ? 304 : 200, r);
 }
 
 // ==== [2] HTTP: checks, routes =======================================================================================
 
-static const Endpoint routes[] = {
+static void route_options(Exchange *x) {               // the header Allow says which methods the path has
+    TokText none = { 0 };
+    respond(x, 204, "text/plain", &none);
+}
+
+static const Endpoint routes[] = {                     // the last one that matches counts
+    { NULL, "/api/", route_ollama_absent, false },
+    { "POST", "/api/chat", route_ollama_chat, false }, { "POST", "/api/generate", route_ollama_generate, false },
+    { "GET", "/api/tags", route_tags, false }, { "GET", "/api/ps", route_ps, false },
+    { "GET", "/api/version", route_version, false }, { "POST", "/api/show", route_show, false },
     { "GET", "/", route_page, true }, { "GET", "/index.html", route_page, true },
     { "GET", "/health", route_health, true }, { "GET", "/v1/models", route_models, false },
     { "GET", "/v1/models/", route_model, false },
@@ -269,18 +290,110 @@ static const Endpoint routes[] = {
     { "GET", "/metrics", route_metrics, false }, { "POST", "/tokenize", route_tokenize, false },
     { "POST", "/detokenize", route_detokenize, false }, { "POST", "/apply-template", route_template, false },
     { "POST", "/v1/chat/completions", route_chat, false }, { "POST", "/v1/completions", route_completions, false },
+    { "POST", "/completion", route_native, false },
     { "POST", "/v1/messages", route_messages, false }, { "POST", "/v1/messages/count_tokens", route_count, false },
-    { "POST", "/v1/responses", route_responses, false },
+    { "POST", "/v1/responses", route_responses, false }, { "POST", "/v1/embeddings", route_embeddings, false },
 };
 
-// True for names of this machine's loopback and for the name given to listen at, with or without a port.
-static bool is_local_name(const char *host, const char *own) {
-    const char *const names[] = { "localhost", "127.0.0.1", "[::1]", own };
+typedef struct { char scheme[32], host[256]; int port; } Origin;     // in lower case; port 0: the scheme's own
+
+// Reads the origin that a URL begins with: scheme://host, perhaps with a port. Returns the rest; NULL: it has none.
+static const char *read_origin(const char *url, Origin *o) {
+    static const char letters[] = "_.-+0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+    const size_t n = strspn(url, letters);
+    const char *host = url + n + 3;
+    if (!n || n >= sizeof o->scheme || strncmp(url + n, "://", 3)) return NULL;
+    const size_t n_host = *host == '[' ? strcspn(host, "]") + 1 : strspn(host, letters);
+    if (!n_host || n_host >= sizeof o->host || strnlen(host, n_host) < n_host) return NULL;
+    *o = (Origin){ .port = 0 };
+    for (size_t i = 0; i < n; i++) o->scheme[i] = (char)tolower((unsigned char)url[i]);
+    for (size_t i = 0; i < n_host; i++) o->host[i] = (char)tolower((unsigned char)host[i]);
+    const char *rest = host + n_host;
+    if (*rest == ':') {
+        char *end;
+        const long port = rest[1] >= '0' && rest[1] <= '9' ? strtol(rest + 1, &end, 10) : 0;
+        if (port < 1 || port > 65535) return NULL;
+        o->port = (port == 80 && !strcmp(o->scheme, "http")) || (port == 443 && !strcmp(o->scheme, "https")) ? 0
+                : (int)port;
+        rest = end;
+    }
+    return *rest && *rest != '/' ? NULL : rest;
+}
+
+static bool is_any(const char *origin) { return !strcmp(origin, "*"); }
+static bool is_web(const Origin *o) { return !strcmp(o->scheme, "http") || !strcmp(o->scheme, "https"); }
+
+// Dies if --allow-origin or --public-url is no address of its kind.
+static void check_origins(const ServeOptions *o) {
+    Origin origin;
+    for (int i = 0; i < o->origins.n; i++) {
+        const char *text = o->origins.text[i], *rest = read_origin(text, &origin);
+        if (!is_any(text) && (!rest || (*rest && strcmp(rest, "/"))))
+            die("--allow-origin: expected an origin, https://app.example or app://obsidian.md or *, got '%s'", text);
+    }
+    const char *rest = o->public_url ? read_origin(o->public_url, &origin) : "";
+    if (!rest || strpbrk(rest, "?#") || (o->public_url && !is_web(&origin)))
+        die("--public-url: expected a URL such as https://chat.example or https://example.org/gemma, got '%s'",
+            o->public_url);
+}
+
+static bool is_origin(const Origin *a, const char *url) {
+    Origin b;
+    return url && read_origin(url, &b) && a->port == b.port && !strcmp(a->scheme, b.scheme) && !strcmp(a->host, b.host);
+}
+
+// True for names of this machine's loopback, the name given to listen at, and that of the public address, with or
+// without a port.
+static bool is_own_name(const char *host, const ServeOptions *o) {
+    Origin public = { .host = "localhost" };
+    if (o->public_url) read_origin(o->public_url, &public);
+    const char *const names[] = { "localhost", "127.0.0.1", "[::1]", o->host, public.host };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         const size_t n = strlen(names[i]);
         if (!strncasecmp(host, names[i], n) && (!host[n] || host[n] == ':')) return true;
     }
     return false;
+}
+
+// Admits the web page that sends the request, if there is one. It must be of this server, at the address that the
+// request names or at the public one, or of an origin that the options allow; then it may read the answer.
+static bool check_origin(Exchange *x, const char *host) {
+    const ServeOptions *o = &x->srv->o;
+    const char *text = header(x, "Origin");
+    Origin origin;
+    if (!text) return true;
+    const char *rest = read_origin(text, &origin);
+    const bool known = rest && !*rest;
+    if (known && host && is_web(&origin)) {
+        char own[400];
+        snprintf(own, sizeof own, "%s://%.300s", origin.scheme, host);
+        if (is_origin(&origin, own)) return true;
+    }
+    if (known && is_origin(&origin, o->public_url)) return true;
+    for (int i = 0; i < o->origins.n && !x->origin; i++) {
+        if (is_any(o->origins.text[i])) x->origin = "*";
+        else if (known && is_origin(&origin, o->origins.text[i])) x->origin = text;
+    }
+    if (x->origin) return true;
+    return refuse(&x->fault, 403, "", "Origin: web pages of %.100s may not use this server; to allow them, start it "
+                  "with --allow-origin %.100s, or with --public-url if that is where a proxy offers it", text, text);
+}
+
+static bool is_preflight(const Exchange *x) {
+    return !strcmp(x->method, "OPTIONS") && header(x, "Origin") && header(x, "Access-Control-Request-Method");
+}
+
+// Answers the question of a browser whether a page that was admitted may send a request, which comes later.
+static void route_preflight(Exchange *x) {
+    const char *headers = header(x, "Access-Control-Request-Headers");
+    struct MHD_Response *r = MHD_create_response_from_buffer(0, (void *)"", MHD_RESPMEM_PERSISTENT);
+    if (!r) die("out of memory for a response");
+    MHD_add_response_header(r, "Access-Control-Allow-Methods", "GET, HEAD, POST, DELETE");
+    if (headers) MHD_add_response_header(r, "Access-Control-Allow-Headers", headers);
+    if (header(x, "Access-Control-Request-Private-Network"))
+        MHD_add_response_header(r, "Access-Control-Allow-Private-Network", "true");
+    MHD_add_response_header(r, "Access-Control-Max-Age", "7200");
+    send_response(x, 204, r);
 }
 
 static bool same_key(const char *a, const char *b) {   // its time does not depend on where they differ
@@ -291,16 +404,12 @@ static bool same_key(const char *a, const char *b) {   // its time does not depe
 }
 
 // Admits a request. On a loopback address the Host header has to name it, which keeps out web pages whose name points
-// to it (DNS rebinding); web pages have to be of our own origin; the key has to be right.
+// to it (DNS rebinding); web pages have to be admitted; the key has to be right.
 static bool check_caller(Exchange *x) {
-    const char *host = header(x, "Host"), *origin = header(x, "Origin"), *key = x->srv->o.api_key;
-    if (x->srv->loopback && !(host && is_local_name(host, x->srv->o.host)))
-        return refuse(&x->fault, 403, "", "Host: expected localhost or a loopback address");
-    if (origin) {
-        const char *at = strstr(origin, "://");
-        if (!at || !host || strcasecmp(at + 3, host))
-            return refuse(&x->fault, 403, "", "Origin: expected none or the address of this server");
-    }
+    const char *host = header(x, "Host"), *key = x->srv->o.api_key;
+    if (x->srv->loopback && !(host && is_own_name(host, &x->srv->o)))
+        return refuse(&x->fault, 403, "", "Host: expected localhost, a loopback address or the host of --public-url");
+    if (!check_origin(x, host)) return false;
     if (!key || (x->route && x->route->open)) return true;
     const char *bearer = header(x, "Authorization"), *other = header(x, "x-api-key");
     if (bearer && !strncasecmp(bearer, "Bearer ", 7) && same_key(bearer + 7, key)) return true;
@@ -308,22 +417,37 @@ static bool check_caller(Exchange *x) {
     return refuse(&x->fault, 401, "", "expected the API key: Authorization: Bearer KEY");
 }
 
+// The rest of a URL after a path, which may also be given without its /v1; NULL: it is another path.
+static const char *after_path(const char *url, const char *path) {
+    const size_t n = strlen(path);
+    if (!strncmp(url, path, n)) return url + n;
+    return !strncmp(path, "/v1/", 4) && !strncmp(url, path + 3, n - 3) ? url + n - 3 : NULL;
+}
+
 static void find_route(Exchange *x, const char *method, const char *url) {
     static const char *const known[] = { "GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS" };
     x->method = "other";
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) if (!strcmp(known[i], method)) x->method = known[i];
     for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
-        const char *path = routes[i].path;
+        const char *path = routes[i].path, *rest = after_path(url, path);
         const size_t n = strlen(path);
-        const bool takes_more = n > 1 && path[n - 1] == '/' && !strncmp(path, url, n) && url[n];
-        if (takes_more) snprintf(x->rest, sizeof x->rest, "%s", url + n);
-        if (takes_more || !strcmp(path, url)) x->route = &routes[i];
+        const bool takes_more = rest && *rest && n > 1 && path[n - 1] == '/';
+        if (takes_more) snprintf(x->rest, sizeof x->rest, "%s", rest);
+        if (takes_more || (rest && !*rest && (n == 1 || path[n - 1] != '/'))) x->route = &routes[i];
     }
 }
 
-static bool check_route(Exchange *x) {
-    if (!x->route) return refuse(&x->fault, 404, "", "unknown endpoint; docs/server.md lists them");
-    if (strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
+// True for OPTIONS, unless the route takes this method itself.
+static bool asks_for_methods(const Exchange *x) {
+    return !strcmp(x->method, "OPTIONS") && x->route->method && strcmp(x->route->method, "OPTIONS");
+}
+
+static bool check_route(Exchange *x, const char *url) {
+    if (!x->route)
+        return refuse(&x->fault, 404, "", "%s %.100s: this server has no such endpoint; docs/server.md lists them all",
+                      x->method, url);
+    if (asks_for_methods(x)) return true;
+    if (x->route->method && strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
         return refuse(&x->fault, 405, "", "%s: expected method %s", x->route->path, x->route->method);
     return true;
 }
@@ -357,6 +481,8 @@ static void set_quiet(struct MHD_Connection *connection, double since) {
     if (info && info->socket_context) ((Peer *)info->socket_context)->quiet = since;
 }
 
+static const Endpoint preflight = { "OPTIONS", "preflight", route_preflight, true };     // it carries no key
+
 static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url) {
     Exchange *x = alloc_or_die(1, sizeof *x);
     *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .created = (size_t)time(NULL),
@@ -365,8 +491,10 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     srv->n_open++;
     set_quiet(connection, INFINITY);
     pthread_mutex_unlock(&srv->lock);
+    new_id(srv, "req_", x->request_id);
     find_route(x, method, url);
-    if (check_caller(x)) check_route(x);               // others do not learn which paths exist
+    if (is_preflight(x)) x->route = &preflight;
+    if (check_caller(x)) check_route(x, url);          // others do not learn which paths exist
     const char *length = header(x, "Content-Length");
     if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
     return x;
@@ -404,7 +532,7 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
         refuse_large(x);
         return MHD_YES;
     }
-    if (!x->fault.status) x->route->answer(x);
+    if (!x->fault.status) (asks_for_methods(x) ? route_options : x->route->answer)(x);
     if (!x->answered) respond_fault(x);
     return MHD_YES;
 }
@@ -415,10 +543,12 @@ static TokText log_line(const Exchange *x, int status) {
     const Job *job = x->job;
     put(&line, "{'time':%z,'method':%s,'path':%s,'status':%d,'ms':%f", (size_t)time(NULL), x->method,
         x->route ? x->route->path : "other", status, 1e3 * (seconds() - x->started));
-    if (job && job->started && job->done)
+    if (job && job->started && job->done) {
+        const Usage u = usage_of(x);
         put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
-            job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds,
-            1e3 * job->turn.decode_seconds, end_text[job->end]);
+            u.prompt, u.cached, u.made, 1e3 * u.prompt_seconds, 1e3 * u.decode_seconds, end_text[job->end]);
+    }
+    if (*x->warnings) put(&line, ",'warnings':%s", x->warnings);
     if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
     if (x->srv->o.log_text && job)
         put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
@@ -435,9 +565,9 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     pthread_mutex_lock(&srv->lock);
     srv->totals.http[status / 100]++;
     TokText line = log_line(x, status);
-    if (x->job) {
-        x->job->gone = true;
-        job_drop(x->job);
+    for (int i = 0; i < x->n_choices; i++) {
+        x->choices[i].job->gone = true;
+        job_drop(x->choices[i].job);
     }
     srv->n_open--;
     set_quiet(connection, seconds());
@@ -445,9 +575,7 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     sem_post(&wake);
     fwrite(line.s, 1, line.n, stderr);                 // a slow log delays this connection alone
     tok_text_free(&line);
-    tok_text_free(&x->body);
-    tok_text_free(&x->out);
-    free(x);
+    exchange_free(x);
     *con_cls = NULL;
 }
 
@@ -480,6 +608,9 @@ static int listen_at(Server *srv) {
     srv->loopback = is_loopback((struct sockaddr *)&bound);
     if (!srv->loopback && !o->api_key)
         fprintf(stderr, "# warning: --host %s is open to the network and no --api-key is set\n", host);
+    if (o->public_url) fprintf(stderr, "# public address: %s\n", o->public_url);
+    for (int i = 0; i < o->origins.n; i++)
+        if (is_any(o->origins.text[i])) fprintf(stderr, "# warning: --allow-origin *: any web page may use the API\n");
     fprintf(stderr, strchr(host, ':') ? "# serving at http://[%s]:%s\n" : "# serving at http://%s:%s\n", host, port);
     return fd;
 }
@@ -555,6 +686,8 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     grammar_vocab_free(&srv.vocab);
     free(srv.slots);
     free(srv.logits);
+    recent_free(&srv.items);
+    recent_free(&srv.responses);
     for (int i = 0; i < REPLAYS; i++) tok_ids_free(&srv.replays[i].ids);
     free(srv.replays);
     fprintf(stderr, "# stopped: %" PRIu64 " requests answered, %" PRIu64 " tokens generated\n", srv.totals.jobs,

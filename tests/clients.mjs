@@ -1,11 +1,12 @@
-// clients.mjs - the official clients of OpenAI and Anthropic drive the server: node clients.mjs URL KEY, with both packages in a
-// folder node_modules above. test_clients.sh runs it. Prints a line for each case that fails and a summary at the end.
+// clients.mjs - the official clients of OpenAI, Anthropic and Ollama drive the server: node clients.mjs URL KEY FOLDER, with the
+// packages in node_modules of that folder. test_clients.sh runs it. Prints a line for each case that fails and a summary at the end.
 import { createRequire } from "node:module";
 import net from "node:net";
 import path from "node:path";
 const require = createRequire(path.resolve(process.argv[4], "x"));
 const { OpenAI } = require("openai");
 const Anthropic = require("@anthropic-ai/sdk").default ?? require("@anthropic-ai/sdk");
+const { Ollama } = require("ollama");
 const [url, apiKey] = process.argv.slice(2, 4);
 let passed = 0, failed = 0;
 
@@ -93,9 +94,14 @@ async function openai() {
   ok("openai: a long prompt", (await chat.create({ ...greedy, messages: long, max_tokens: 4 })).usage.prompt_tokens > 500);
   const e = await throws("openai: a prompt that is too long", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: tooLong }));
   ok("openai: the code of that", e?.code === "context_length_exceeded", e?.code);
-  await throws("openai: n 2", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: story, n: 2 }));
+  const two = await chat.create({ ...greedy, messages: story, n: 2, max_tokens: 8 });
+  ok("openai: n 2", two.choices.length === 2 && two.choices[1].index === 1 && two.choices[0].message.content === two.choices[1].message.content &&
+     two.usage.completion_tokens === 16 && two._request_id?.startsWith("req_"), two);
+  const both = await chat.stream({ ...greedy, messages: story, n: 2, max_tokens: 8 }).finalChatCompletion();
+  ok("openai: n 2, streamed", both.choices[1].message.content === two.choices[1].message.content, both);
   await throws("openai: an image", OpenAI.BadRequestError, 400, chat.create({ ...greedy, messages: [{ role: "user",
     content: [{ type: "image_url", image_url: { url: "data:image/png;base64,AA==" } }] }] }));
+  ok("openai: the text of that", /maximum context length is (\d+) tokens.* (\d+) tokens/.test(e?.message) && e?.requestID?.startsWith("req_"), e?.message);
   await throws("openai: no such endpoint", OpenAI.NotFoundError, 404, client.embeddings.create({ model: "any", input: "a" }));
   await throws("openai: a wrong key", OpenAI.AuthenticationError, 401,
     new OpenAI({ baseURL: `${url}/v1`, apiKey: "wrong", maxRetries: 0 }).chat.completions.create({ ...greedy, messages: story }));
@@ -127,6 +133,14 @@ async function openai() {
     last = event;
   }
   ok("openai: responses, streamed", delta === text && last.type === "response.incomplete" && last.response.output_text !== "", delta);
+  for (const summary of [null, "auto"]) {                              // the client checks the order of events and their places
+    const thinking = client.responses.stream({ ...greedy, input: weather, max_output_tokens: 40, reasoning: { effort: "high", summary } });
+    const types = new Set();
+    for await (const event of thinking) types.add(event.type);
+    const thought = (await thinking.finalResponse()).output[0];
+    ok(`openai: responses, thoughts, summary ${summary}`, thought?.type === "reasoning" && thought.content[0].text.length > 5 &&
+       thought.summary.length === (summary ? 1 : 0) && types.has("response.reasoning_text.delta") === !summary, [...types]);
+  }
   const tool = { type: "function", name: "get_weather", description: "Weather of a city", parameters: schema, strict: false };
   const asked = await client.responses.create({ ...greedy, input: weather, tools: [tool], max_output_tokens: 60 });
   const f = asked.output.find((x) => x.type === "function_call");
@@ -184,8 +198,13 @@ async function anthropic(text) {
   ok("anthropic: an answer that was begun", more.length > 0 && !more.startsWith("Once"), more);
   ok("anthropic: tokens counted", (await client.messages.countTokens({ model: "any", messages: long })).input_tokens > 500);
   ok("anthropic: a long prompt", (await client.messages.create({ ...greedy, messages: long, max_tokens: 4 })).usage.output_tokens === 4);
-  await throws("anthropic: a prompt that is too long", Anthropic.BadRequestError, 400,
+  const e = await throws("anthropic: a prompt that is too long", Anthropic.BadRequestError, 400,
     client.messages.create({ ...greedy, messages: tooLong, max_tokens: 4 }));
+  ok("anthropic: the text of that", /prompt is too long: \d+ tokens > \d+ maximum/.test(e?.message) && e?.requestID?.startsWith("req_"), e?.message);
+  const thinking = await client.messages.stream({ ...greedy, messages: weather, max_tokens: 1040, thinking: { type: "enabled", budget_tokens: 1024 } }).finalMessage();
+  ok("anthropic: a thought, streamed, is signed", thinking.content[0]?.type === "thinking" && thinking.content[0].signature.length > 5, thinking);
+  const thought = await client.messages.create({ ...greedy, max_tokens: 4, messages: [...weather, { role: "assistant", content: thinking.content }, ...story] });
+  ok("anthropic: and is taken back", thought.content.length > 0, thought);
   await throws("anthropic: a wrong type", Anthropic.BadRequestError, 400,
     client.messages.create({ ...greedy, messages: story, max_tokens: "many" }));
   await throws("anthropic: a wrong key", Anthropic.AuthenticationError, 401,
@@ -194,6 +213,95 @@ async function anthropic(text) {
   for await (const event of await client.messages.create({ model: "any", messages: long, max_tokens: 2000, stream: true }))
     if (event && ++n === 5) break;
   await untilIdle("anthropic: a stream that is left ends");
+}
+
+async function ollama(text) {
+  const client = new Ollama({ host: url, headers: { Authorization: `Bearer ${apiKey}` } });
+  const options = { temperature: 0, num_predict: 30 };
+  const tools = [{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: schema } }];
+  const fails = (name, status, word, promise) => promise.then((r) => ok(name, false, r), (e) => ok(name, e.status_code === status &&
+    e.name === "ResponseError" && e.message.includes(word), `${e.status_code} ${e.message}`));
+  const model = (await client.list()).models[0].name;
+  const shown = await client.show({ model });
+  ok("ollama: show", ["completion", "tools", "thinking"].every((x) => shown.capabilities.includes(x)) &&
+     shown.model_info[`${shown.model_info["general.architecture"]}.context_length`] === 8192, shown);
+  ok("ollama: ps", (await client.ps()).models[0].context_length === 8192);
+  ok("ollama: version", /^\d+\.\d+\.\d+$/.test((await client.version()).version));
+  const plain = await client.chat({ model, messages: story, options });
+  ok("ollama: plain", plain.message.content === text && plain.done_reason === "length" && plain.eval_count === 30, plain);
+  let streamed = "", last = null;
+  for await (const part of await client.chat({ model, messages: story, options, stream: true })) {
+    streamed += part.message.content;
+    last = part;
+  }
+  ok("ollama: a stream holds the same text", streamed === text && last.done && last.eval_count === 30, last);
+  const made = await client.generate({ model, prompt: story[0].content, options });
+  ok("ollama: generate", made.response === text && made.context.length > 40, made);
+  let pieces = "";
+  for await (const part of await client.generate({ model, prompt: story[0].content, options, stream: true })) pieces += part.response;
+  ok("ollama: generate, streamed", pieces === text, pieces);
+  const called = await client.chat({ model, messages: weather, tools, options });
+  ok("ollama: a tool call", called.message.tool_calls?.[0].function.arguments.city === "Paris", called);
+  const answer = await client.chat({ model, tools, options,
+    messages: [...weather, called.message, { role: "tool", tool_name: "get_weather", content: "sunny" }] });
+  ok("ollama: the answer to its result", answer.message.content.includes("Paris"), answer);
+  // as zod 4 writes it
+  const format = { $schema: "https://json-schema.org/draft/2020-12/schema", ...oneCity };
+  const formed = await client.chat({ model, messages: story, format, options: { temperature: 0 } });
+  ok("ollama: format", JSON.parse(formed.message.content).city === "Paris", formed);
+  const thought = await client.chat({ model, messages: story, think: true, options });
+  ok("ollama: think", thought.message.thinking.length > 10 && thought.message.content.length > 0, thought);
+  let n = 0;
+  const endless = await client.chat({ model, messages: long, options: { num_predict: -1, temperature: 2 }, stream: true });
+  const left = await (async () => { for await (const part of endless) if (part && ++n === 3) client.abort(); })().catch((e) => e);
+  ok("ollama: abort", n >= 3 && (!left || left.name === "AbortError"), left);
+  await untilIdle("ollama: a stream that is aborted ends");
+  await fails("ollama: an unknown model", 404, "not found", client.show({ model: "none" }));
+  await fails("ollama: embed", 400, "embeddings", client.embed({ model, input: "a" }));
+  await fails("ollama: pull", 400, "not supported", client.pull({ model, stream: true }));
+  await fails("ollama: delete", 400, "not supported", client.delete({ model }));
+  await fails("ollama: an image", 400, "images", client.chat({ model, messages: [{ role: "user", content: "a", images: ["aGk="] }] }));
+  await fails("ollama: a prompt that is too long", 400, "8192", client.chat({ model, messages: tooLong, stream: true }));
+  await fails("ollama: a wrong key", 401, "key", new Ollama({ host: url }).chat({ model, messages: story }));
+}
+
+// Other clients of Ollama's API, if they are installed.
+async function ollamaOthers(text) {
+  const get = (name) => { try { return require(name); } catch { return null; } };
+  const headers = { Authorization: `Bearer ${apiKey}` }, question = story[0].content;
+  const langchain = get("@langchain/ollama"), ai = get("ai"), provider = get("ollama-ai-provider-v2");
+  if (langchain) {
+    const { HumanMessage, ToolMessage } = require("@langchain/core/messages");
+    const chat = new langchain.ChatOllama({ baseUrl: url, model: "any", headers, temperature: 0, numPredict: 30 });
+    const plain = await chat.invoke(question);
+    ok("@langchain/ollama: plain", plain.content === text && plain.usage_metadata.output_tokens === 30, plain);
+    let streamed = "";
+    for await (const part of await chat.stream(question)) streamed += part.content;
+    ok("@langchain/ollama: a stream", streamed === text, streamed);
+    const bound = chat.bindTools([{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: schema } }]);
+    const asked = new HumanMessage(weather[0].content), called = await bound.invoke([asked]), call = called.tool_calls[0];
+    ok("@langchain/ollama: a tool call", call?.args.city === "Paris", called);
+    const answer = await bound.invoke([asked, called, new ToolMessage({ content: "sunny", tool_call_id: call?.id, name: "get_weather" })]);
+    ok("@langchain/ollama: the answer to its result", answer.content.includes("Paris"), answer);
+    const formed = await chat.withStructuredOutput(oneCity, { method: "jsonSchema" }).invoke(question);
+    ok("@langchain/ollama: structured output", formed.city === "Paris", formed);
+  }
+  if (ai && provider) {
+    const options = { temperature: 0 };                // which it sends where Ollama does not read it
+    const sent = (at, init) => fetch(at, { ...init, body: JSON.stringify({ ...JSON.parse(init.body), options }) });
+    const model = provider.createOllama({ baseURL: `${url}/api`, headers, fetch: sent })("any");
+    const inputSchema = ai.jsonSchema(oneCity), tools = { get_weather: ai.tool({ description: "Weather of a city", inputSchema, execute: () => "sunny" }) };
+    const run = await ai.generateText({ model, prompt: weather[0].content, tools, stopWhen: ai.stepCountIs(2) });
+    ok("ollama-ai-provider-v2: a tool call", run.steps[0].toolCalls[0]?.input.city === "Paris", run.steps);
+    ok("ollama-ai-provider-v2: the answer to its result", run.text.includes("Paris"), run.steps);
+    const stream = ai.streamText({ model, prompt: question });
+    let streamed = "";
+    for await (const part of stream.textStream) streamed += part;
+    ok("ollama-ai-provider-v2: a stream", streamed.startsWith(text) && (await stream.usage).outputTokens > 30, streamed);
+    const formed = await ai.generateObject({ model, prompt: question, schema: inputSchema });
+    ok("ollama-ai-provider-v2: an object", formed.object.city === "Paris", formed.object);
+  }
+  if (!langchain || !ai || !provider) console.log("# not installed: @langchain/ollama, ai or ollama-ai-provider-v2");
 }
 
 // What is sent over a connection, and everything that comes back until it closes; leave: how it is left.
@@ -222,8 +330,8 @@ async function http() {
   ok("http: in chunks", /^HTTP\/1.1 200 /.test(await raw(head(`${close}Transfer-Encoding: chunked\r\n\r\n${pieces}0\r\n\r\n`))));
   ok("http: 100-continue", /^HTTP\/1.1 100 .*HTTP\/1.1 200 /s.test(await raw(whole(`${close}Expect: 100-continue\r\n`))));
   ok("http: one that is too large is not waited for",
-     /^HTTP\/1.1 413 .*"request_too_large"/s.test(await raw(head("Expect: 100-continue\r\nContent-Length: 99000000\r\n\r\n"))));
-  ok("http: OPTIONS", /^HTTP\/1.1 405 .*Allow: POST/s.test(await raw(head(`${close}\r\n`, "OPTIONS /v1/chat/completions"))));
+     /^HTTP\/1.1 413 .*expected at most/s.test(await raw(head("Expect: 100-continue\r\nContent-Length: 99000000\r\n\r\n"))));
+  ok("http: OPTIONS", /^HTTP\/1.1 204 .*Allow: POST, OPTIONS/s.test(await raw(head(`${close}\r\n`, "OPTIONS /v1/chat/completions"))));
   ok("http: another page's", /^HTTP\/1.1 403 /.test(await raw(head(`${close}Origin: http://example.com\r\n\r\n`, "OPTIONS /v1/chat/completions"))));
   ok("http: HTTP/2", /^HTTP\/1.1 505 /.test(await raw("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")));
   const endless = JSON.stringify({ messages: story, ignore_eos: true });
@@ -235,7 +343,10 @@ async function http() {
 }
 
 try {
-  await anthropic(await openai());
+  const text = await openai();
+  await anthropic(text);
+  await ollama(text);
+  await ollamaOthers(text);
   await http();
 }
 catch (e) { ok("no exception", false, e.stack); }

@@ -19,6 +19,10 @@ static void set_up(void) {
     m.options.n_seqs = 1;
     srv = (Server){ .m = &m, .t = &t, .o = { .max_queue = 1, .timeout = 1, .n_predict = -1, .think_budget = -1 },
                     .lock = PTHREAD_MUTEX_INITIALIZER, .replays = alloc_or_die(REPLAYS, sizeof(Replay)) };
+    NEED(grammar_vocab_init(&srv.vocab, &t));
+    recent_add(&srv.items, "r", "", str("{\"type\":\"message\",\"role\":\"assistant\",\"content\":\"a\"}"));
+    recent_add(&srv.responses, "resp_w", "", str("{\"role\":\"user\",\"content\":\"a\"}"));
+    recent_add(&srv.responses, "resp_x", "resp_w", str("{\"type\":\"item_reference\",\"id\":\"r\"},{\"role\":\"user\"}"));
 }
 
 // Stores the call "i": the model called f with the argument a, written with a space or without.
@@ -32,25 +36,29 @@ static void write_call(bool space) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
-    static const Api *const apis[] = { &chat_api, &plain_api, &messages_api, &responses_api };
+    static const Api *const apis[] = { &chat_api, &plain_api, &messages_api, &responses_api,
+                                       &ollama_chat_api, &ollama_generate_api, &ollama_raw_api, &chat_api };
     if (!t.n_tokens) set_up();
     if (!size) return 0;
     write_call(bytes[0] & 4);
-    const Api *api = apis[bytes[0] % 4];
+    const Api *api = apis[(bytes[0] & 3) + (bytes[0] & 8 ? 4 : 0)];
     Request r;
-    Exchange x = { .srv = &srv, .t = t, .api = api, .job = alloc_or_die(1, sizeof *x.job) };
-    append(&x.body, (const char *)bytes + 1, size - 1);
-    x.job->n_owners = 1;
-    x.job->n_top = -1;
-    pthread_cond_init(&x.job->news, NULL);
-    if (read_question(&x, api, &r) && read_options(&x, &r, x.job)) {
-        NEED(!x.fault.status && x.job->ids.n > 0 && x.job->checkpoint_at >= 0 && (size_t)x.job->checkpoint_at <= x.job->ids.n && x.job->n_top <= MAX_TOP);
-        for (size_t i = 0; i < x.job->ids.n; i++) NEED(x.job->ids.ids[i] >= 0 && x.job->ids.ids[i] < t.n_tokens);
+    Exchange *x = alloc_or_die(1, sizeof *x);
+    *x = (Exchange){ .srv = &srv, .t = t };
+    append(&x->body, (const char *)bytes + 1, size - 1);
+    add_choice(x);
+    if (read_question(x, api, &r) && add_answers(x, &r)) {
+        NEED(!x->fault.status && x->n_choices >= 1 && x->n_choices <= MAX_CHOICES);
+        for (int k = 0; k < x->n_choices; k++) {
+            const Job *job = x->choices[k].job;
+            NEED(job->ids.n > 0 && job->checkpoint_at >= 0 && (size_t)job->checkpoint_at <= job->ids.n && job->n_top <= MAX_TOP);
+            for (size_t i = 0; i < job->ids.n; i++) NEED(job->ids.ids[i] >= 0 && job->ids.ids[i] < t.n_tokens);
+        }
     } else {
-        NEED(x.fault.status == 400 && *x.fault.text && !strchr(x.fault.text, '\n'));
+        NEED(x->fault.status == 400 && *x->fault.text && !strchr(x->fault.text, '\n'));
     }
-    job_drop(x.job);
-    tok_text_free(&x.body);
+    for (int k = 0; k < x->n_choices; k++) job_drop(x->choices[k].job);
+    exchange_free(x);
     return 0;
 }
 #endif

@@ -52,7 +52,7 @@ const body = new Node('body');
 const world = {
     document: { getElementById: element, createElement: tag => new Node(tag), body, activeElement: body, querySelector: () => null },
     localStorage: new Storage(), sessionStorage: new Storage(), navigator: {}, addEventListener() {}, matchMedia: () => ({}),
-    requestAnimationFrame: f => setTimeout(f, 0), fetch: (path, options) => fetch(url + path, options), confirm: () => true,
+    requestAnimationFrame: f => setTimeout(f, 0), fetch: (path, options) => fetch(new URL(path, url), options), confirm: () => true,
 };
 const html = readFileSync('web/index.html', 'utf8'), script = html.slice(html.indexOf('<script>') + 8, html.indexOf('</script>'));
 check('no way from text to HTML in the page', !/innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(/.test(script));

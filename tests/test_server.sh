@@ -57,6 +57,7 @@ get() { # get PATH [CURL FLAGS...]
 is() { [ "$code" = "$1" ]; }
 has() { grep -qF -e "$2" "$tmp/$1"; }
 lacks() { ! grep -qF -e "$2" "$tmp/$1"; }
+count_of() { [ "$(grep -oF -e "$2" "$tmp/$1" | wc -l)" -eq "$3" ]; }
 same() { [ -s "$tmp/$1" ] && cmp -s "$tmp/$1" "$tmp/$2"; }
 text() { # text KEY FILE: the strings of that key in JSON, joined
     grep -oE "\"$1\":\"([^\"\\\\]|\\\\.)*\"" "$tmp/$2" | sed -E "s/^\"$1\":\"//; s/\"\$//" | tr -d '\n'
@@ -99,8 +100,23 @@ get /v1/models -H "anthropic-version: 2023-06-01"
 ok "in Anthropic's format if requested" has out '{"data":[{"type":"model","id":"gemma4-mini-q8_0","display_name":'
 get /v1/models/gemma5 -H "anthropic-version: 2023-06-01"
 ok "also its error" has out '{"type":"error","error":{"type":"not_found_error",'
+ok "with the trained length, and its size" grep -q '"meta":{"n_vocab":4096,"n_ctx":8192,"n_ctx_train":16384,"n_embd":256,"n_params":7205430,"size":7741656}' "$tmp/a"
 get /props
 ok "props report the sessions" has out '"total_slots":3'
+ok "props: the file and the program" grep -q "\"model_path\":\"$model\",\"build_info\":\"gemma4 [0-9]" "$tmp/out"
+ok "props: the chat template of the file" has out '"chat_template":"{{ bos_token }}{%- if enable_thinking -%}'
+ok "props: the context and the sampling where clients look" has out '"default_generation_settings":{"n_ctx":8192,"n_predict":-1,"temperature":1,'
+for path in /models /models/gemma4-mini-q8_0 /v1/models; do
+    get $path
+    ok "GET $path" is 200
+done
+get /v1/models/
+ok "no name of a model: 404 that names the path" has out 'GET /v1/models/: this server has no such endpoint'
+get /completions -I
+ok "HEAD of what is sent by POST: 405" is 405
+ask /models/x "{}" -X OPTIONS -D "$tmp/headers"
+ok "OPTIONS: 204" is 204
+ok "OPTIONS: what the path takes" grep -qi '^Allow: GET, HEAD, OPTIONS' "$tmp/headers"
 get /slots
 ok "slots are free" has out '{"id":2,"n_ctx":8192,"is_processing":false}'
 get /health -I
@@ -210,6 +226,98 @@ else
     skip "tool calls: the small model made none"
 fi
 
+# ---- several answers: choices in order, each with the text that a request of its own would get -------------------------
+choice() { # choice I KEY FILE: the string with that key in choice I of a whole answer
+    sed 's/{"index":/\n&/g' "$tmp/$3" | grep "^{\"index\":$1," | grep -oE "\"$2\":\"([^\"\\\\]|\\\\.)*\"" | head -n 1 | sed "s/^\"$2\"://"
+}
+count_is() { [ "$(grep -oF -e "$2" "$tmp/out" | wc -l)" -eq "$1" ]; }
+pieces() { # pieces I KEY FILE: the same of a stream, joined
+    grep "\"choices\":\[{\"index\":$1," "$tmp/$3" | grep -oE "\"$2\":\"([^\"\\\\]|\\\\.)*\"" | sed -E "s/^\"$2\":\"//; s/\"$//" | tr -d '\n'
+}
+for seed in 7 8 9; do
+    ask $chat "{$user,\"max_tokens\":12,\"seed\":$seed}"
+    choice 0 content out
+done >"$tmp/a"
+ask $chat "{$user,\"max_tokens\":12,\"seed\":7,\"n\":3}"
+for k in 0 1 2; do choice $k content out; done >"$tmp/b"
+ok "n 3: the answers to seeds 7, 8 and 9" same a b
+ok "n 3: the prompt counts once, answers all" has out '"usage":{"prompt_tokens":21,"completion_tokens":36,"total_tokens":57,'
+ask $chat "{$user,\"max_tokens\":12,\"seed\":7,\"n\":3,\"stream\":true,\"stream_options\":{\"include_usage\":true}}" -N
+for k in 0 1 2; do printf '"%s"\n' "$(pieces $k content out)"; done >"$tmp/b"
+ok "n 3, streamed: the same by index" same a b
+ok "n 3, streamed: an end for each" [ "$(grep -c '"finish_reason":"length"' "$tmp/out")" -eq 3 ]
+ok "n 3, streamed: one usage" [ "$(grep -c '"completion_tokens":36' "$tmp/out")" -eq 1 ]
+ok "n 3, streamed: one end of the stream, the last line" [ "$(grep '^data' "$tmp/out" | grep -n DONE)" = "$(grep -c '^data' "$tmp/out"):data: [DONE]" ]
+ask $chat "{$user,\"max_tokens\":20,\"temperature\":0,\"n\":2,\"logprobs\":true,\"json_schema\":{\"const\":\"one two three\"}}"
+ok "n 2 with a schema: both follow it" [ "$(choice 1 content out)" = '"\"one two three\""' ]
+ok "n 2 with temperature 0: equal ones" [ "$(choice 0 content out)" = "$(choice 1 content out)" ]
+ok "n 2: probabilities in each" [ "$(grep -o '"refusal":null},"finish' "$tmp/out" | wc -l)" -eq 2 ]
+for prompt in '[2,834]' '"Once upon"' '"The fox"'; do
+    ask /v1/completions "{\"prompt\":$prompt,\"temperature\":0,\"max_tokens\":6,\"logprobs\":1}"
+    sed 's/.*"text"://; s/,"finish_reason".*//' "$tmp/out"
+    echo
+done >"$tmp/a"
+list='"prompt":[[2,834],"Once upon","The fox"],"temperature":0,"max_tokens":6,"logprobs":1'
+ask /v1/completions "{$list}"
+sed 's/{"index":/\n&/g' "$tmp/out" | grep '^{"index"' | sed 's/.*"text"://; s/,"finish_reason".*//' >"$tmp/b"
+ok "/v1/completions: a list of prompts, with probabilities" same a b
+ask /v1/completions "{$list,\"stream\":true}" -N
+{ pieces 0 text out; echo; pieces 1 text out; echo; pieces 2 text out; echo; } >"$tmp/b"
+sed 's/^"//; s/",.*//' "$tmp/a" >"$tmp/c"
+ok "/v1/completions: a list of prompts, streamed" same c b
+ask /v1/completions '{"prompt":[[2,3,4]],"max_tokens":3}'
+ok "/v1/completions: a list of one list of ids" has out '"choices":[{"index":0,"text":"'
+ask /v1/completions '{"prompt":["a","b"],"n":2,"max_tokens":1,"temperature":0}'
+ok "/v1/completions: two answers to each of two prompts" grep -q '"index":0,.*"index":1,.*"index":2,.*"index":3,' "$tmp/out"
+ok "/v1/completions: prompts count once" has out '"prompt_tokens":4,"completion_tokens":4,'
+ask /v1/completions '{"prompt":"Once upon a time","temperature":0,"max_tokens":5,"logprobs":1}'
+list token_logprobs | tr ',' '\n' | tail -n 5 >"$tmp/a"
+continued=$(text text out)
+ask /v1/completions "{\"prompt\":\"Once upon a time$continued\",\"temperature\":0,\"max_tokens\":1,\"logprobs\":1,\"echo\":true}"
+list token_logprobs | tr ',' '\n' | sed '1,5d; $d' >"$tmp/b"
+ok "/v1/completions: echo: the prompt and then the answer" grep -qF "\"text\":\"Once upon a time$continued " "$tmp/out"
+ok "/v1/completions: echo: the probabilities of the prompt are those that its tokens had" same a b
+ok "/v1/completions: echo: the first token has none" grep -q '"tokens":\["<bos>","Once".*"token_logprobs":\[null,-.*"top_logprobs":\[null,{.*"text_offset":\[0,0,4,9,11,' "$tmp/out"
+cp "$tmp/out" "$tmp/c"
+ask /v1/completions "{\"prompt\":\"Once upon a time$continued\",\"temperature\":0,\"max_tokens\":1,\"logprobs\":1,\"echo\":true,\"stream\":true}" -N
+list token_logprobs >"$tmp/b"
+cp "$tmp/c" "$tmp/out"
+list token_logprobs >"$tmp/a"
+ok "/v1/completions: echo: the same as a stream" same a b
+ask /v1/completions '{"prompt":[[2,834]],"max_tokens":0,"logprobs":0,"echo":true}'
+ok "/v1/completions: echo of a prompt alone" grep -q '"text":"Once","logprobs":{"tokens":\["<bos>","Once"\],"token_logprobs":\[null,-[0-9.]*\],"top_logprobs":null,"text_offset":\[0,0\]},"finish_reason":"length"' "$tmp/out"
+ask /v1/completions '{"prompt":[[2],[2]],"max_tokens":1,"logprobs":1,"echo":true,"temperature":0}'
+ok "/v1/completions: echo: an answer that ends at once is a token too" count_is 2 '"tokens":["<bos>","<|turn>"]'
+channel=$(curl -sS -m 60 --data-binary '{"content":"<|channel>","parse_special":true}' "$url/tokenize" | sed 's/.*\[\([0-9]*\).*/\1/')
+for n in 1 3; do
+    for stream in false true; do
+        ask /v1/completions "{\"prompt\":[2,834],\"max_tokens\":$n,\"logprobs\":1,\"echo\":true,\"logit_bias\":{\"$channel\":100},\"stream\":$stream}" -N
+        ok "/v1/completions: echo: all $n tokens of a thought have probabilities, stream $stream" [ "$(list token_logprobs | tr ',' '\n' | wc -l)" -eq $((2 + n)) ]
+    done
+done
+ask /v1/completions '{"prompt":"Once","max_tokens":2,"temperature":0,"echo":true}'
+ok "/v1/completions: echo without probabilities" has out '"text":"Once upon a","logprobs":null'
+ask /completion '{"prompt":"Once upon a time","temperature":0,"n_predict":10}'
+ok "/completion: the same text in llama.cpp's form" has out "{\"index\":0,\"content\":\"$continued "
+ok "/completion: why it stopped" grep -q '"stop":true,.*"tokens_predicted":10,"tokens_evaluated":5,.*"stop_type":"limit","stopping_word":""' "$tmp/out"
+text content out >"$tmp/a"
+ask /completion '{"prompt":"Once upon a time","temperature":0,"n_predict":10,"stream":true}' -N
+text content out >"$tmp/b"
+ok "/completion: the same as a stream" same a b
+ok "/completion: which ends in an object with stop" [ "$(grep -c '"stop":true' "$tmp/out")" -eq 1 ]
+ask /completion '{"prompt":["Once upon a time",[2,834]],"temperature":0,"n_predict":10,"stop":[" was"]}'
+ok "/completion: a list of prompts gives a list" grep -q '^\[{"index":0,.*"stop_type":"word","stopping_word":" was".*,{"index":1,.*\]$' "$tmp/out"
+mean() { sed 's/.*"token_logprobs":\[//; s/\].*//' "$tmp/out" | tr ',' '\n' | awk '{ s += $1 } END { printf "%.4f\n", s / NR }'; }
+for seed in 3 4 5 6; do
+    ask /v1/completions "{\"prompt\":\"Tom\",\"temperature\":2,\"max_tokens\":5,\"logprobs\":0,\"seed\":$seed}"
+    mean
+done | sort -n | tail -n 1 >"$tmp/a"
+ask /v1/completions '{"prompt":"Tom","temperature":2,"max_tokens":5,"logprobs":0,"seed":3,"best_of":4}'
+mean >"$tmp/b"
+ok "/v1/completions: best_of is the most probable of them" same a b
+ok "/v1/completions: best_of pays for all of them" has out '"completion_tokens":20,'
+ok "nothing is left of any" until_metric requests_running 0
+
 # ---- a call in a prompt keeps the ids that the model wrote -------------------------------------
 ask /tokenize '{"content":"Paris"}'
 paris=$(sed 's/.*\[\([0-9]*\).*/\1/' "$tmp/out")
@@ -305,8 +413,7 @@ ask /v1/messages "{\"system\":[{\"type\":\"text\",\"text\":\"Be kind.\",\"cache_
 {\"type\":\"thinking\",\"thinking\":\"Hm.\",\"signature\":\"\"},{\"type\":\"text\",\"text\":\"Yes.\"},{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":{}}]},
 {\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":[{\"type\":\"text\",\"text\":\"r\"}],\"is_error\":true},{\"type\":\"text\",\"text\":\"And?\"}]}]}"
 ok "/v1/messages: everything that an agent sends" is 200
-for field in '"thinking":"on"' '"metadata":1' '"tool_choice":"auto"' '"output_format":5' \
-    '"tools":[{"type":"web_search_20250305","name":"web_search"}]'; do
+for field in '"thinking":"on"' '"metadata":1' '"tool_choice":"auto"' '"output_format":5' '"tools":[{"type":"custom"}]'; do
     ask /v1/messages "{$user,$field}"
     ok "/v1/messages: $field: 400" is 400
 done
@@ -330,15 +437,224 @@ ask $chat "{\"max_tokens\":1,\"messages\":[{\"role\":\"user\",\"content\":\"Hi.\
 {\"role\":\"tool\",\"tool_call_id\":\"a\",\"content\":\"r\"},{\"role\":\"tool\",\"tool_call_id\":\"b\",\"content\":\"s\"}]}"
 ok "/v1/responses: thoughts and calls of a turn are one message" [ "$items" = "$(number prompt_tokens out)" ]
 ok "/v1/responses: of which all is cached" [ "$(number cached_tokens out)" -eq $((items - 1)) ]
-refused "/v1/responses: a tool that is not a function" 400 "tools" /v1/responses "{$fox,\"tools\":[{\"type\":\"custom\",\"name\":\"x\"}]}"
+ask /v1/responses "{$fox,\"tools\":[{\"type\":\"web_search\\r\\nX-Bad: 1é\"}]}" -D "$tmp/headers"
+tr -d '\r' <"$tmp/headers" >"$tmp/a"
+ok "a tool that the server cannot run is left out" is 200
+ok "with a warning in a header, without the bytes that a header may not have" grep -qix 'x-gemma4-warning: tools\[0\] web_searchrnX-Bad1: left out, this server does not run it' "$tmp/a"
+ok "and in the log" grep -q '"warnings":"tools\[0\] web_search' "$tmp/main.log"
 refused "/v1/responses: nothing is kept" 400 "previous_response_id" /v1/responses "{$fox,\"previous_response_id\":\"x\"}"
+
+# ---- histories that began elsewhere --------------------------------------------------------
+# The prompt of each is that of a plain conversation of /v1/chat/completions: it has as many tokens, and all are cached.
+same_prompt() { # same_prompt NAME MESSAGES PATH BODY: MESSAGES of a chat make the prompt that BODY makes at PATH
+    ask $chat "{\"max_tokens\":1,\"messages\":[$2]}"
+    want=$(number prompt_tokens out)
+    ask "$3" "{\"max_tokens\":1,\"max_output_tokens\":1,$4}" -D "$tmp/headers"
+    case $3 in
+    /v1/messages) got="$(($(number input_tokens out) + $(number cache_read_input_tokens out))) $(number cache_read_input_tokens out)" ;;
+    /v1/responses) got="$(number input_tokens out) $(number cached_tokens out)" ;;
+    *) got="$(number prompt_tokens out) $(number cached_tokens out)" ;;
+    esac
+    ok "$1" [ "$code $got" = "200 $want $((want - 1))" ]
+}
+warned() { tr -d '\r' <"$tmp/headers" | grep -qi "^x-gemma4-warning: .*$1"; }
+msg() { printf '{"role":"%s","content":"%s"}' "$1" "$2"; }          # msg ROLE TEXT: a message
+hi=$(msg user Hi.) and=$(msg user And?)
+one() { # one ID [ARGUMENTS]: a message with a call
+    printf '{"role":"assistant","tool_calls":[{"id":"%s","type":"function","function":{"name":"f","arguments":%s}}]}' "$1" "${2:-{\}}"
+}
+gave() { printf '{"role":"tool","tool_call_id":"%s","content":"%s"}' "$1" "$2"; }      # gave ID TEXT: a result
+block() { printf '{"type":"text","text":"%s"}' "$1"; }
+
+for given in '"Be kind."' "[$(block "Be kind.")]"; do
+    same_prompt "/v1/messages: system at the end: $given" "$hi,$(msg system "Be kind.")" /v1/messages "\"messages\":[$hi,{\"role\":\"system\",\"content\":$given}]"
+    same_prompt "/v1/messages: system between turns: $given" "$hi,$(msg assistant Yes.),$(msg system "Be kind."),$and" /v1/messages \
+        "\"messages\":[$hi,$(msg assistant Yes.),{\"role\":\"system\",\"content\":$given},$and]"
+done
+same_prompt "/v1/messages: system after results" "$hi,$(one a),$(gave a r),$(msg system S)" /v1/messages "\"messages\":[$hi,
+{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":{}}]},
+{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":\"r\"}]},$(msg system S)]"
+bill='x-anthropic-billing-header: cc_version=2.1; cch='
+for given in "\"${bill}1;\\nBe kind.\"" "[$(block "${bill}2;"),$(block "Be kind.")]" "[$(block "${bill}3;\\nBe kind.")]"; do
+    case $given in \[*) plain="{\"role\":\"system\",\"content\":[$(block "Be kind.")]}" ;; *) plain=$(msg system "Be kind.") ;; esac
+    same_prompt "/v1/messages: without the line that changes: $given" "$plain,$hi" /v1/messages "\"system\":$given,\"messages\":[$hi]"
+done
+same_prompt "/v1/messages: nothing but that line: no system turn" "$hi" /v1/messages "\"system\":[$(block "${bill}4;")],\"messages\":[$hi]"
+same_prompt "/v1/messages: in another place it is a text" "$(msg user "${bill}5;")" /v1/messages "\"messages\":[$(msg user "${bill}5;")]"
+
+# results, by the id of their call
+both="$hi,$(one a),$(gave a r)"
+item() { printf '{"type":"function_call","call_id":"%s","name":"f","arguments":"{}"}' "$1"; }
+result() { printf '{"type":"function_call_output","call_id":"%s","output":"%s"}' "$1" "$2"; }
+for role in user developer system; do
+    shown=$role
+    [ $role != developer ] || shown=system
+    same_prompt "/v1/responses: a text of $role between call and result" "$both,$(msg $shown t)" /v1/responses "\"input\":[$hi,$(item a),$(msg $role t),$(result a r)]"
+    same_prompt "a text of $role between call and result" "$both,$(msg $shown t)" $chat "\"messages\":[$hi,$(one a),$(msg $role t),$(gave a r)]"
+done
+same_prompt "/v1/responses: a text of the assistant between them" "$hi,$(msg assistant t),$(one a),$(gave a r)" /v1/responses \
+    "\"input\":[$hi,$(item a),{\"type\":\"message\",\"role\":\"assistant\",\"content\":[{\"type\":\"output_text\",\"text\":\"t\"}]},$(result a r)]"
+two='{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":"{}"}},{"id":"b","function":{"name":"f","arguments":"{}"}}]}'
+same_prompt "/v1/responses: results of two calls, a text between" "$hi,$two,$(gave b s),$(gave a r),$and" /v1/responses \
+    "\"input\":[$hi,$(item a),$(item b),$(result b s),$and,$(result a r)]"
+same_prompt "a result after the turn of the next call" "$both,$(one b),$(gave b s)" $chat "\"messages\":[$hi,$(one a),$(one b),$(gave b s),$(gave a r)]"
+same_prompt "an id that is used twice: of the call before" "$both,$and,$(one a),$(gave a s)" $chat "\"messages\":[$hi,$(one a),$(gave a r),$and,$(one a),$(gave a s)]"
+same_prompt "a result before its call" "$both" $chat "\"messages\":[$hi,$(gave a r),$(one a)]"
+same_prompt "a result without an id follows its call" "$both" $chat "\"messages\":[$hi,$(one a),{\"role\":\"tool\",\"name\":\"f\",\"content\":\"r\"}]"
+same_prompt "a result whose call is gone is a text" "$hi,$(msg user "[result of a tool] r")" $chat "\"messages\":[$hi,$(gave x r)]"
+ok "with a warning" warned 'a tool result without its call'
+same_prompt "/v1/messages: too" "$(msg user "[result of a tool] r"),$(msg user Hi.)" /v1/messages \
+    "\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"x\",\"content\":\"r\"},$(block Hi.)]}]"
+same_prompt "OpenAI's first form of calls" "$both" $chat "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":null,\"function_call\":{\"name\":\"f\",\"arguments\":\"{}\"}},
+{\"role\":\"function\",\"name\":\"f\",\"content\":\"r\"}]"
+
+# arguments that are no object
+same_prompt "broken arguments are read as a text" "$hi,$(one a '{"arguments":"{\"a\": 1"}'),$(gave a r)" $chat "\"messages\":[$hi,$(one a '"{\"a\": 1"'),$(gave a r)]"
+for given in '""' '" "' null '"null"'; do
+    same_prompt "no arguments: $given" "$both" $chat "\"messages\":[$hi,$(one a "$given"),$(gave a r)]"
+done
+same_prompt "/v1/responses: broken arguments" "$hi,$(one a '{"arguments":"{\"a"}'),$(gave a r)" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"function_call\",\"call_id\":\"a\",\"name\":\"f\",\"arguments\":\"{\\\"a\"},$(result a r)]"
+same_prompt "/v1/messages: broken arguments" "$hi,$(one a '{"arguments":"{\"a"}'),$(gave a r)" /v1/messages "\"messages\":[$hi,
+{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":\"{\\\"a\"}]},
+{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":[$(block r)]}]}]"
+
+# parts that are no text, in old turns
+old() { # old TYPE MEMBERS TEXT [WARNING]: a part of an old turn of each API reads as TEXT
+    part="{\"type\":\"$1\"$2}"
+    for role in assistant user; do
+        plain="$(msg $role "$3"),$(msg assistant Yes.),$and"
+        same_prompt "an old part $1 of $role" "$plain" $chat "\"messages\":[{\"role\":\"$role\",\"content\":[$part]},$(msg assistant Yes.),$and]"
+        [ -z "$4" ] || ok "an old part $1 of $role: a warning" warned "$1: replaced by a placeholder"
+    done
+    same_prompt "/v1/messages: an old part $1" "$plain" /v1/messages "\"messages\":[{\"role\":\"user\",\"content\":[$part]},$(msg assistant Yes.),$and]"
+    same_prompt "/v1/responses: an old part $1" "$plain" /v1/responses "\"input\":[{\"role\":\"user\",\"content\":[$part]},$(msg assistant Yes.),$and]"
+}
+old refusal ',"refusal":"no"' no
+old image_url ',"image_url":{"url":"data:image/png;base64,iVBORw0KGgo="}' '[image_url left out]' w
+old document ',"title":"T","source":{"type":"text","media_type":"text/plain","data":"abc"}' 'T\nabc'
+old document ',"source":{"type":"content","content":[{"type":"text","text":"abc"}]}' abc
+old document ',"source":{"type":"base64","media_type":"application/pdf","data":"JVBERi0xLjQK"}' '[document left out]' w
+old search_result ',"title":"T","source":"http://x","content":[{"type":"text","text":"abc"}]' 'T\nabc'
+old input_file ',"filename":"a.txt","file_data":"data:text/plain;base64,YWJjCg=="' 'a.txt\nabc'
+old input_file ',"file_id":"file-1"' '[input_file left out]' w
+old file ',"file":{"filename":"a.txt","file_data":"data:text/plain;base64,YWJj"}' 'a.txt\nabc'
+old server_tool_use ',"id":"s","name":"web_search","input":{"query":"x"}' '[server_tool_use left out]' w
+old web_search_tool_result ',"tool_use_id":"s","content":[]' '[web_search_tool_result left out]' w
+same_prompt "/v1/messages: a tool's results: an image, a reference, a search result" "$hi,$(one a),$(gave a "[image left out][tool_reference left out]T\\nabc")" /v1/messages "\"messages\":[$hi,
+{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"id\":\"a\",\"name\":\"f\",\"input\":{}}]},
+{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"tool_use_id\":\"a\",\"content\":[{\"type\":\"image\",\"source\":{\"type\":\"base64\",\"media_type\":\"image/png\",\"data\":\"iVBO\"}},
+{\"type\":\"tool_reference\",\"tool_name\":\"g\"},{\"type\":\"search_result\",\"title\":\"T\",\"source\":\"x\",\"content\":[$(block abc)]}]}]}]"
+for given in '"content":null' '"role":"assistant"' '"content":[]'; do
+    ask /v1/messages "{\"max_tokens\":1,\"messages\":[$hi,{\"role\":\"assistant\",$given},$and]}"
+    ok "/v1/messages: an old message without text: $given" is 200
+done
+same_prompt "/v1/messages: thoughts that are hidden or empty" "$hi,$(msg assistant Yes.),$and" /v1/messages "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
+{\"type\":\"redacted_thinking\",\"data\":\"x\"},{\"type\":\"thinking\",\"thinking\":\"\",\"signature\":\"x\"},$(block Yes.)]},$and]"
+same_prompt "thoughts among the parts" "$hi,$(msg assistant Yes.),$and" $chat "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
+{\"type\":\"thinking\",\"thinking\":\"Hm.\"},$(block Yes.)]},$and]"
+ok "with a warning" warned 'thoughts among the parts of a content: left out'
+refused "/v1/responses: an image to be answered now" 400 "input_image: expected text; images" /v1/responses \
+    '{"input":[{"role":"user","content":[{"type":"input_text","text":"a"},{"type":"input_image","image_url":"x"}]}]}'
+refused "a file to be answered now, before instructions" 400 "file: expected text" $chat "{\"messages\":[$hi,$(msg assistant Yes.),
+{\"role\":\"user\",\"content\":[{\"type\":\"file\",\"file\":{\"file_id\":\"x\"}}]},$(msg developer d)]}"
+
+# items of /v1/responses
+for kind in web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools mcp_approval_request compaction program; do
+    same_prompt "/v1/responses: an item $kind" "$hi,$(msg assistant "[$kind left out]"),$(msg assistant Yes.),$and" /v1/responses \
+        "\"input\":[$hi,{\"type\":\"$kind\",\"id\":\"x_1\",\"status\":\"completed\",\"action\":{\"type\":\"search\"}},$(msg assistant Yes.),$and]"
+    ok "/v1/responses: an item $kind: a warning" warned "$kind: replaced by a placeholder"
+done
+same_prompt "/v1/responses: an item with a role and no content" "$hi,$(msg assistant "[additional_tools left out]"),$and" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"additional_tools\",\"role\":\"developer\",\"tools\":[]},$and]"
+named() { printf '{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"%s","arguments":%s}}]}' "$1" "$2"; }
+for kind in "custom_tool_call,\"name\":\"g\",\"input\":\"x y\"|g|{\"input\":\"x y\"}" "local_shell_call,\"action\":{\"command\":[\"ls\"]}|local_shell|{\"command\":[\"ls\"]}" \
+    "computer_call,\"action\":{\"type\":\"wait\"}|computer|{\"type\":\"wait\"}" "function_call,\"namespace\":\"n\",\"name\":\"g\",\"arguments\":\"{}\"|n__g|{}"; do
+    rest=${kind#*|}
+    type=${kind%%,*} members=${kind%%|*}
+    same_prompt "/v1/responses: an item $type" "$hi,$(named "${rest%%|*}" "${rest#*|}"),$(gave a r),$and" /v1/responses \
+        "\"input\":[$hi,{\"type\":\"$type\",\"call_id\":\"a\",${members#*,}},{\"type\":\"${type}_output\",\"call_id\":\"a\",\"output\":[{\"type\":\"input_text\",\"text\":\"r\"}]},$and]"
+done
+same_prompt "/v1/responses: a picture of the screen" "$hi,$(named computer '{}'),$(gave a '[computer_screenshot left out]')" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"computer_call\",\"call_id\":\"a\"},{\"type\":\"computer_call_output\",\"call_id\":\"a\",\"output\":{\"type\":\"computer_screenshot\",\"image_url\":\"x\"}}]"
+same_prompt "/v1/responses: a thought that is encrypted, or empty" "$both" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"reasoning\",\"id\":\"rs_1\",\"summary\":[],\"encrypted_content\":\"x\"},{\"type\":\"reasoning\",\"summary\":[],\"content\":[]},$(item a),$(result a r)]"
+ok "/v1/responses: an encrypted thought: a warning" warned 'reasoning: left out, it is encrypted'
+same_prompt "/v1/responses: a thought that is a summary" "$hi,$(one a | sed 's/"tool_calls"/"reasoning_content":"Hm.","tool_calls"/'),$(gave a r)" /v1/responses \
+    "\"input\":[$hi,{\"type\":\"reasoning\",\"summary\":[{\"type\":\"summary_text\",\"text\":\"Hm.\"}]},$(item a),$(result a r)]"
+
+# items and responses that are kept in memory
+ask /v1/responses "{\"max_output_tokens\":5,\"temperature\":0,\"input\":[$hi]}"
+first=$(sed 's/^{"id":"\([^"]*\)".*/\1/' "$tmp/out") message=$(sed 's/.*"id":"\(msg_[^"]*\)".*/\1/' "$tmp/out") answer=$(text text out)
+same_prompt "/v1/responses: a reference to an item" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"input\":[$hi,{\"type\":\"item_reference\",\"id\":\"$message\"},$and]"
+same_prompt "/v1/responses: a reference without a type" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"input\":[$hi,{\"id\":\"$message\"},$and]"
+same_prompt "/v1/responses: a response that is continued" "$hi,$(msg assistant "$answer"),$and" /v1/responses "\"previous_response_id\":\"$first\",\"input\":\"And?\",\"stream\":true"
+next=$(sed -n 's/.*"response":{"id":"\([^"]*\)".*/\1/p' "$tmp/out" | head -n 1) second=$(text delta out)
+same_prompt "/v1/responses: and its answer, with other instructions" "$(msg system S),$hi,$(msg assistant "$answer"),$and,$(msg assistant "$second"),$hi" /v1/responses \
+    "\"previous_response_id\":\"$next\",\"instructions\":\"S\",\"input\":[$hi],\"store\":false"
+last=$(sed 's/^{"id":"\([^"]*\)".*/\1/' "$tmp/out")
+refused "/v1/responses: store: false is not kept" 400 "store: false" /v1/responses "{\"previous_response_id\":\"$last\",\"input\":\"a\"}"
+refused "/v1/responses: an unknown response" 400 '"param":"previous_response_id"' /v1/responses '{"previous_response_id":"resp_0","input":"a"}'
+refused "/v1/responses: an unknown item" 400 "store: false" /v1/responses '{"input":[{"type":"item_reference","id":"msg_0"}]}'
+refused "/v1/responses: an item that is no object" 400 "input[1]: expected an object" /v1/responses "{\"input\":[$hi,\"a\"]}"
+for thread in '{"type":"create"}' '{"type":"continue","previous_message_id":"msg_0"}'; do
+    for path in /v1/messages /v1/messages/count_tokens; do
+        ask $path "{\"max_tokens\":1,\"thread\":$thread,\"messages\":[$hi]}"
+        ok "$path: thread $thread: 400" is 400
+        ok "$path: in the form that its clients know" has out '"details":{"error_code":"thread_unsupported_request","unsupported":["thread"]}},"request_id":"req_'
+    done
+done
+
+# ---- tools that are no functions -----------------------------------------------------------------
+forced='"input":"Hi.","max_output_tokens":400,"parallel_tool_calls":false'
+only_x='{"type":"object","properties":{"city":{"enum":["x"]}},"required":["city"],"additionalProperties":false}'
+space="{\"type\":\"namespace\",\"name\":\"many\",\"description\":\"d\",\"tools\":[{\"type\":\"function\",\"name\":\"g\",\"parameters\":$only_x},{\"type\":\"function\",\"name\":\"h\"}]}"
+custom='{"type":"custom","name":"patch","description":"d","format":{"type":"grammar","syntax":"lark","definition":"start: /a/"}}'
+ask /v1/responses "{$forced,\"tools\":[{\"type\":\"web_search\"},$space],\"tool_choice\":{\"type\":\"function\",\"name\":\"g\",\"namespace\":\"many\"}}" -D "$tmp/headers"
+ok "a tool of a namespace is called by its name there" has out '"name":"g","namespace":"many","arguments":"{\"city\":\"x\"}","status":"completed"}'
+ok "the tool before it is left out" warned 'tools\[0\] web_search: left out'
+called=$(sed 's/.*"output":\[\(.*\)\],"usage".*/\1/' "$tmp/out") call=$(sed 's/.*"call_id":"\([^"]*\)".*/\1/' "$tmp/out")
+ask /v1/responses "{\"max_output_tokens\":1,\"tools\":[{\"type\":\"web_search\"},$space],\"input\":[$hi,$called,$(result "$call" r)]}"
+ok "its call and result are read again, and only they are new" [ $(($(number input_tokens out) - $(number cached_tokens out))) -le 40 ]
+ask /v1/responses "{$forced,\"tools\":[$space],\"tool_choice\":{\"type\":\"function\",\"name\":\"g\",\"namespace\":\"many\"},\"stream\":true}" -N
+ok "and in a stream" count_of out '"name":"g","namespace":"many","arguments"' 3
+grammar='"grammar":"root ::= <|tool_call> \"call:patch{input:\" <|\"|> \"a\\n\" <|\"|> \"}\" <tool_call|>"'
+ask /v1/responses "{$forced,\"tools\":[$custom],\"tool_choice\":{\"type\":\"custom\",\"name\":\"patch\"},\"max_output_tokens\":20}"
+ok "a custom tool can be forced" has out '"type":"custom_tool_call","id":"ctc_'
+ask /v1/responses "{$forced,\"tools\":[$custom],\"tool_choice\":{\"type\":\"custom\",\"name\":\"patch\"},\"max_output_tokens\":20,\"stream\":true}" -N
+grep '^event: ' "$tmp/out" | sed 's/event: response\.//' | tr '\n' ' ' >"$tmp/a"
+ok "and in a stream" grep -q 'output_item.added custom_tool_call_input.delta custom_tool_call_input.done output_item.done ' "$tmp/a"
+ask $chat "{\"messages\":[$hi],\"max_tokens\":40,\"tools\":[{\"type\":\"custom\",\"custom\":{\"name\":\"patch\"}}],$grammar}"
+ok "a call of a custom tool has its input as a text" grep -q '"type":"custom","custom":{"name":"patch","input":"a\\n"}}\]' "$tmp/out"
+ask $chat "{\"messages\":[$hi],\"max_tokens\":40,\"tools\":[{\"type\":\"custom\",\"custom\":{\"name\":\"patch\"}}],$grammar,\"stream\":true}" -N
+ok "and in a stream" has out '"tool_calls":[{"index":0,"id":"call_'
+ok "with its input" has out '"type":"custom","custom":{"name":"patch","input":"a\n"}}]'
+ask $chat "{\"messages\":[$hi],\"max_tokens\":1,\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}},{\"type\":\"web_search_preview\"},{\"type\":\"mcp\",\"server_label\":\"s\"}]}" -D "$tmp/headers"
+ok "a function beside tools that are left out" is 200
+ok "which are named" warned 'tools\[1\] web_search_preview: left out.*; tools\[2\] mcp: left out'
+ask /v1/messages "{\"max_tokens\":90,\"messages\":[$hi],\"tools\":[{\"type\":\"bash_20250124\",\"name\":\"bash\"},{\"type\":\"computer_20250124\",\"name\":\"computer\",\"display_width_px\":9}],
+\"tool_choice\":{\"type\":\"tool\",\"name\":\"bash\",\"disable_parallel_tool_use\":true}}" -D "$tmp/headers"
+ok "/v1/messages: a tool that the client runs is a function" has out '"name":"bash","input":{'
+ok "/v1/messages: one that needs images is left out" warned 'tools\[1\] computer_20250124: left out'
+ask $chat "{\"messages\":[$hi],\"max_tokens\":1,\"tools\":[$(seq -s , 99 | sed 's/[0-9]*/{"type":"t&"}/g')]}" -D "$tmp/headers"
+ok "many warnings: the header is short, and says that there are more" warned '; \.\.$'
+refused "only tools that are left out, and a call is forced" 400 "tool_choice needs tools" /v1/responses "{$forced,\"tools\":[{\"type\":\"web_search\"}],\"tool_choice\":\"required\"}"
+
+# ---- unknown fields ------------------------------------------------------------------------------
+for field in temprature:temperature max_token:max_tokens maxTokens:max_tokens tool:tools top-p:top_p; do
+    ask $chat "{$user,\"max_tokens\":1,\"${field%:*}\":null}" -D "$tmp/headers"
+    ok "a field that is nearly ${field#*:}: 200" is 200
+    ok "a field that is nearly ${field#*:}: a warning" warned "${field%:*}: unknown field; did you mean ${field#*:}?"
+done
+for k in 1 2; do ask /v1/messages "{$user,\"max_tokens\":1,\"wholly_new\":$k}" -D "$tmp/headers"; done
+ok "another field: no warning" [ "$(grep -ci x-gemma4-warning "$tmp/headers")" -eq 0 ]
+ok "but one line in the log of the run" [ "$(grep -c '^# unknown field of a request, ignored: wholly_new$' "$tmp/main.log")" -eq 1 ]
 
 # ---- constrained answers: only one text is possible, for any model ---------------------------------------
 says() { # says NAME KEY TEXT: the strings with that key are this text, except for spaces after colons
     text "$2" out | sed 's/: /:/g' >"$tmp/said"
     ok "$1" [ "$(cat "$tmp/said")" = "$3" ]
 }
-count_is() { [ "$(grep -oF -e "$2" "$tmp/out" | wc -l)" -eq "$1" ]; }
 one_city='{"type":"object","properties":{"city":{"enum":["Paris"]}},"required":["city"],"additionalProperties":false}'
 city='{\"city\":\"Paris\"}'
 other_city='{"type":"object","properties":{"city":{"not":{}}}}'
@@ -433,15 +749,112 @@ ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
 text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
 ok "after all of them the text is as before" same plain a
 
+# ---- the contract: shapes, states and words that clients rely on -------------------------------------------------------
+events() { # events FILE: the types of a stream's events; of equal ones in a row, one
+    sed -n 's/^event: //p' "$tmp/$1" | uniq | sed 's/^response\.//' | tr '\n' ' '
+}
+numbered() { # numbered FILE: the sequence numbers of a stream are 0, 1, 2, ..
+    grep -oE '"sequence_number":[0-9]+' "$tmp/$1" | awk -F: '$2 != NR - 1 { bad = 1 } END { exit bad || !NR }'
+}
+send='"tools":[{"type":"function","name":"send","parameters":{"type":"object","properties":{"text":{"type":"string","minLength":400}},"required":["text"]}}],"tool_choice":"required"'
+ask /v1/responses "{\"max_output_tokens\":8,\"input\":\"hi\",$send}"
+ok "/v1/responses: a call that is cut is incomplete" grep -q '"name":"send","arguments":"[^}]*}","status":"incomplete"}\],"usage"' "$tmp/out"
+ok "/v1/responses: and so is the response" has out '"status":"incomplete","completed_at":null,"error":null,"incomplete_details":{"reason":"max_output_tokens"},'
+ask /v1/responses "{\"max_output_tokens\":8,\"input\":\"hi\",$send,\"stream\":true}" -N
+ok "/v1/responses: a call that is cut, streamed: begins in progress" has out '"name":"send","arguments":"","status":"in_progress"}}'
+grep -A 1 '^event: response.output_item.done' "$tmp/out" >"$tmp/a"
+ok "/v1/responses: a call that is cut, streamed: ends incomplete" grep -q '"name":"send",.*"status":"incomplete"}}$' "$tmp/a"
+ok "/v1/responses: a call that is cut, streamed: in the response too" [ "$(grep -c '"name":"send","arguments":"[^}]*}","status":"incomplete"' "$tmp/out")" -eq 2 ]
+ask /v1/responses '{"max_output_tokens":3,"temperature":0,"input":"Tell me a story about a fox.","stream":true}' -N
+ok "/v1/responses: events of a text" [ "$(events out)" = "created in_progress output_item.added content_part.added output_text.delta output_text.done content_part.done output_item.done incomplete " ]
+ok "/v1/responses: they are numbered" numbered out
+ok "/v1/responses: a text that is cut" [ "$(grep -c '"type":"message","id":"msg_[^"]*","status":"incomplete"' "$tmp/out")" -eq 2 ]
+ask /v1/responses "{\"input\":\"hi\",\"text\":{\"format\":{\"type\":\"json_schema\",\"name\":\"x\",\"schema\":$one_city}}}"
+ok "/v1/responses: a text that is whole" has out '"type":"message","id":"msg_'
+ok "/v1/responses: has the status completed" [ "$(grep -oF '"status":"completed"' "$tmp/out" | wc -l)" -eq 2 ]
+paris='"input":"What is the weather in Paris?","temperature":0'
+ask /v1/responses "{$paris,\"max_output_tokens\":4,\"reasoning\":{\"effort\":\"high\"},\"stream\":true}" -N
+ok "/v1/responses: events of a thought" [ "$(events out)" = "created in_progress output_item.added content_part.added reasoning_text.delta reasoning_text.done content_part.done output_item.done incomplete " ]
+ok "/v1/responses: the part of a thought" has out '"content_index":0,"part":{"type":"reasoning_text","text":""}}'
+ok "/v1/responses: a thought that is cut" [ "$(grep -c '"type":"reasoning","id":"rs_[^"]*","status":"incomplete","summary":\[\]' "$tmp/out")" -eq 2 ]
+for kind in auto concise detailed; do
+    ask /v1/responses "{$paris,\"max_output_tokens\":40,\"reasoning\":{\"effort\":\"high\",\"summary\":\"$kind\"},\"stream\":true}" -N
+    ok "/v1/responses: events of a summary: $kind" [ "$(events out)" = "created in_progress output_item.added reasoning_summary_part.added reasoning_summary_text.delta reasoning_summary_text.done reasoning_summary_part.done output_item.done completed " ]
+done
+ok "/v1/responses: they are numbered too" numbered out
+text delta out >"$tmp/a"
+ask /v1/responses "{$paris,\"max_output_tokens\":40,\"reasoning\":{\"effort\":\"high\",\"summary\":\"auto\"}}"
+ok "/v1/responses: the item has the summary" has out "\"status\":\"completed\",\"summary\":[{\"type\":\"summary_text\",\"text\":\"$(cat "$tmp/a")\"}]"
+ok "/v1/responses: and nothing encrypted" has out '"encrypted_content":null,"content":[{"type":"reasoning_text","text":"'
+ask /v1/responses "{$paris,\"max_output_tokens\":40,\"reasoning\":{\"effort\":\"high\",\"summary\":\"auto\"},\"include\":[\"reasoning.encrypted_content\"]}"
+ok "/v1/responses: unless it was asked for" grep -q '"encrypted_content":"gemma4-[0-9a-f]*"' "$tmp/out"
+ok "/v1/responses: what was asked for" has out '"reasoning":{"effort":"high","summary":"auto"}'
+asked='"instructions":"Be kind.","metadata":{"a":"b"},"tools":[{"type":"function","name":"f","parameters":{"type":"object"},"strict":false}],"tool_choice":"none","top_p":0.5'
+ask /v1/responses "{\"input\":\"hi\",\"max_output_tokens\":1,\"temperature\":0.25,\"parallel_tool_calls\":false,\"user\":\"u\",$asked}"
+for part in '"instructions":"Be kind."' '"metadata":{"a":"b"}' '"tools":[{"type":"function","name":"f","parameters":{"type":"object"},"strict":false}]' \
+    '"tool_choice":"none"' '"temperature":0.25,"top_p":0.5' '"max_output_tokens":1,' '"parallel_tool_calls":false' '"user":"u"' \
+    '"previous_response_id":null' '"truncation":"disabled"' '"text":{"format":{"type":"text"}}' '"store":true' '"background":false'; do
+    ok "/v1/responses: the response has $part" has out "$part"
+done
+ask /v1/responses '{"input":"hi","max_output_tokens":1}'
+for part in '"instructions":null' '"metadata":{}' '"tools":[]' '"tool_choice":"auto"' '"max_output_tokens":1,' '"user":null'; do
+    ok "/v1/responses: the response has $part if it was not given" has out "$part"
+done
+f='{"type":"function","function":{"name":"f","parameters":'"$one_city"'}}'
+for choice in '"required"' '{"type":"function","function":{"name":"f"}}'; do
+    ask $chat "{$short,\"tools\":[$f],\"tool_choice\":$choice,$one_call,\"stream\":true}" -N
+    ok "a forced call, streamed: the first delta has no text" grep -q '^data: .*"delta":{"role":"assistant","content":null},' "$tmp/out"
+    ok "a forced call, streamed: nor has any other" lacks out '"content":"'
+    ask $chat "{$user,\"tools\":[$f],\"tool_choice\":$choice,\"max_tokens\":1}"
+    ok "a forced call that is cut at once: content is null" has out '"content":null},"logprobs":null,"finish_reason":"length"'
+done
+ask $chat "{$short,\"max_tokens\":1,\"stream\":true}" -N
+ok "a stream of text: the first delta has an empty one" grep -q '^data: .*"delta":{"role":"assistant","content":""},' "$tmp/out"
+ask $chat "{$short,\"tools\":[$f],\"grammar\":\"root ::= \\\"Wait. \\\" <|tool_call> \\\"call:f{}\\\" <tool_call|>\"}"
+ok "a call after a text: both" has out '"content":"Wait. ","tool_calls":[{"id":"call_'
+ok "a call after a text: finish_reason" has out '"finish_reason":"tool_calls"'
+for end in '"stop":"fox" stop stop_sequence' '"max_tokens":2 length max_tokens' "\"json_schema\":$one_city stop end_turn"; do
+    what=${end%% *} reasons=${end#* }
+    ask $chat "{$user,\"temperature\":0,$what}"
+    ok "finish_reason: $what: ${reasons% *}" has out "\"finish_reason\":\"${reasons% *}\""
+    ask /v1/messages "{$user,\"temperature\":0,$(echo "$what" | sed 's/"stop":\(.*\)/"stop_sequences":[\1]/; s/"json_schema":\(.*\)/"output_format":{"type":"json_schema","schema":\1}/')}"
+    ok "stop_reason: $what: ${reasons#* }" has out "\"stop_reason\":\"${reasons#* }\""
+done
+ask /v1/messages "{$user,\"max_tokens\":2,\"temperature\":0,\"stream\":true}" -N -D "$tmp/headers"
+ok "/v1/messages: events" [ "$(events out)" = "message_start ping content_block_start content_block_delta content_block_stop message_delta message_stop " ]
+ok "/v1/messages: how a message begins" has out '"content":[],"stop_reason":null,"stop_sequence":null,"stop_details":null,"container":null,"usage":{"input_tokens":21,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,'
+ok "/v1/messages: the delta has the whole usage" has out '"usage":{"input_tokens":1,"cache_creation_input_tokens":0,"cache_read_input_tokens":20,'
+ok "/v1/messages: a stream has the id of its request" grep -qi '^request-id: req_' "$tmp/headers"
+think='"thinking":{"type":"enabled","budget_tokens":1024},"temperature":0,"max_tokens":12,"messages":[{"role":"user","content":"What is the weather in Paris?"}]'
+ask /v1/messages "{$think}"
+signature=$(text signature out)
+ok "/v1/messages: a thought is signed" [ -n "$signature" ]
+ask /v1/messages "{$think,\"stream\":true}" -N
+ok "/v1/messages: the same signature, streamed" has out "\"delta\":{\"type\":\"signature_delta\",\"signature\":\"$signature\"}}"
+# ---- end of the contract
+
 # ---- errors: 4xx with a reason; the server keeps running ----------------------------------
-refused "an unknown path" 404 "endpoint" /v1/images "{}"
+refused "an unknown path" 404 "POST /v1/images: this server has no such endpoint; docs/server.md" /v1/images "{}"
+refused "embeddings" 404 "/v1/embeddings: this server has no embeddings" /embeddings '{"input":"a"}'
+ask /completions '{"prompt":"a","max_tokens":1}'
+ok "/completions: the same without /v1" has out '"object":"text_completion"'
+for path in /chat/completions /responses /messages; do
+    ask $path '{"max_tokens":1,"max_output_tokens":1,"input":"a","messages":[{"role":"user","content":"a"}]}'
+    ok "$path: the same without /v1" is 200
+done
+ask /messages/count_tokens "{$user}"
+ok "/messages/count_tokens too" has out '{"input_tokens":21}'
 get $chat
 ok "GET instead of POST: 405" is 405
 refused "invalid JSON" 400 "not JSON" $chat "hello"
 refused "not an object" 400 "object" $chat "[1]"
+ok "error.code is a word or null" has out '"type":"invalid_request_error","param":null,"code":null}}'
 refused "no messages" 400 "messages" $chat "{}"
 refused "empty messages" 400 "messages" $chat '{"messages":[]}'
-refused "n 2" 400 '"param":"n"' $chat "{$user,\"n\":2}"
+refused "n 129" 400 '"param":"n"' $chat "{$user,\"n\":129}"
+refused "n 0" 400 '"param":"n"' $chat "{$user,\"n\":0}"
+refused "best_of less than n" 400 '"param":"best_of"' /v1/completions '{"prompt":"a","n":3,"best_of":2}'
+refused "best_of in a stream" 400 '"param":"best_of"' /v1/completions '{"prompt":"a","best_of":2,"stream":true}'
 refused "an image" 400 "image" $chat '{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}'
 refused "audio" 400 "audio" $chat "{$user,\"modalities\":[\"text\",\"audio\"],\"audio\":{}}"
 refused "a wrong type" 400 "temperature" $chat "{$user,\"temperature\":\"hot\"}"
@@ -451,7 +864,6 @@ refused "an empty stop" 400 "stop" $chat "{$user,\"stop\":[\"\"]}"
 refused "a bias out of range" 400 "logit_bias" $chat "{$user,\"logit_bias\":{\"999999\":1}}"
 refused "a sampler that is not there" 400 "xtc_probability" $chat "{$user,\"xtc_probability\":0.5}"
 refused "an unknown role" 400 "role" $chat '{"messages":[{"role":"wizard","content":"a"}]}'
-refused "a result without its call" 400 "tool_calls" $chat '{"messages":[{"role":"user","content":"a"},{"role":"tool","content":"a"}]}'
 refused "thinking that is not a switch" 400 "enable_thinking" $chat "{$user,\"chat_template_kwargs\":{\"enable_thinking\":\"yes\"}}"
 refused "no token left" 400 "logit_bias" $chat "{$user,\"logit_bias\":{$(seq -s ':-100,"' 0 4095 | sed 's/:-/":-/g; s/^/"/; s/$/":-100/')}}"
 ask $chat "{$user,\"max_tokens\":1,\"samplers\":\"top_k;top_p\",\"typical_p\":1,\"xtc_probability\":0,\"dry_multiplier\":0,\"dynatemp_range\":0,\"mirostat\":0,
@@ -462,14 +874,37 @@ refused "logprobs true instead of a number" 400 "0 to 5" /v1/completions '{"prom
 refused "logprobs 6" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":6}'
 refused "logprobs 1.5" 400 "0 to 5" /v1/completions '{"prompt":"a","logprobs":1.5}'
 refused "logprobs -1" 400 '"param":"logprobs"' /v1/completions '{"prompt":"a","logprobs":-1}'
+refused "echo in a chat" 400 "/v1/completions" $chat "{$user,\"echo\":true}"
 refused "logprobs 1 instead of true" 400 "true or false" $chat "{$user,\"logprobs\":1}"
 refused "ids out of range" 400 "prompt[1]" /v1/completions '{"prompt":[2,4096]}'
-refused "two prompts" 400 "several" /v1/completions '{"prompt":["a","b"]}'
+refused "ids out of range in the second of two prompts" 400 "prompt[1][0]" /v1/completions '{"prompt":[[2],[4096]]}'
+refused "a prompt without ids" 400 "at least one token" /v1/completions '{"prompt":[[2],[]]}'
+refused "a prompt that is an object" 400 "a list of token ids" /v1/completions '{"prompt":["a",{}]}'
+refused "129 prompts" 400 "at most 128" /v1/completions "{\"prompt\":[$(seq -s, 129 | sed 's/[0-9]*/[2]/g')]}"
+refused "65 prompts with two answers each" 400 "at most 128" /v1/completions "{\"n\":2,\"prompt\":[$(seq -s, 65 | sed 's/[0-9]*/[2]/g')]}"
 refused "no tokens" 400 "tokens" /detokenize "{}"
 yes "word" | head -n 9000 | tr '\n' ' ' | sed 's/.*/{"prompt":"&"}/' >"$tmp/long"
 ask /v1/completions "@$tmp/long"
+n=$(sed -n 's/.*"n_prompt_tokens":\([0-9]*\).*/\1/p' "$tmp/out")
 ok "a prompt that is too long: 400" is 400
-ok "with the code that clients know" has out '"code":"context_length_exceeded"'
+ok "it has more than 8192 tokens" [ "${n:-0}" -gt 8192 ]
+ok "with the code that clients know" has out '"param":"prompt","code":"context_length_exceeded","n_prompt_tokens":'"$n"',"n_ctx":8192}}'
+ok "with the text that clients know" has out "This model's maximum context length is 8192 tokens. However, your prompt resulted in $n tokens."
+ask /completion "@$tmp/long"
+ok "/completion: too long: the type that clients of llama.cpp know" has out '"type":"exceed_context_size_error"'
+sed 's/^{"prompt":\(.*\)}$/{"input":\1}/' "$tmp/long" >"$tmp/body"
+ask /v1/responses "@$tmp/body"
+ok "/v1/responses: too long: text, parameter and code" grep -q "maximum context length is 8192 tokens.*\"param\":\"input\",\"code\":\"context_length_exceeded\"" "$tmp/out"
+sed 's/^{"prompt":\(.*\)}$/{"max_tokens":1,"messages":[{"role":"user","content":\1}]}/' "$tmp/long" >"$tmp/body"
+ask $chat "@$tmp/body"
+ok "chat: too long: text, parameter and code" grep -q "maximum context length is 8192 tokens. However, your messages resulted in [0-9]* tokens.*\"param\":\"messages\",\"code\":\"context_length_exceeded\"" "$tmp/out"
+ask /v1/messages "@$tmp/body" -D "$tmp/headers"
+n=$(sed -n 's/.*prompt is too long: \([0-9]*\) tokens > 8192 maximum.*/\1/p' "$tmp/out")
+ok "/v1/messages: too long, in Anthropic's words" has out "{\"type\":\"error\",\"error\":{\"type\":\"invalid_request_error\",\"message\":\"prompt is too long: $n tokens > 8192 maximum\"},\"request_id\":\"req_"
+id=$(sed -n 's/.*"request_id":"\([^"]*\)".*/\1/p' "$tmp/out")
+ok "/v1/messages: the id of the request is in the headers too" [ "$(grep -ciE "^(x-)?request-id: $id" "$tmp/headers")" -eq 2 ]
+ask /v1/messages/count_tokens "@$tmp/body"
+ok "/v1/messages/count_tokens: counts what is too long" has out "{\"input_tokens\":$n}"
 head -c 1200000 /dev/zero | tr '\0' 'x' >"$tmp/large"
 ask /tokenize "@$tmp/large" -H "Expect:"
 ok "a body that is too large: 413" is 413
@@ -830,6 +1265,15 @@ ids() { ask /tokenize "{\"content\":\"$1\"}" && grep -oE '\[[0-9,]+\]' "$tmp/out
 serve asked -np 1 -c 1024
 sentence='There was once a shy fox who lived near a quiet river. Everyone called him Tom.'
 whole="2,$(ids "$sentence")" letters=2 rest=$sentence
+full="\"messages\":[{\"role\":\"user\",\"content\":\"$(words 'It rained.' 240)\"}],\"max_tokens\":32000"
+long_text='{"type":"json_schema","name":"x","schema":{"type":"string","minLength":2000}}'
+ask $chat "{$full,\"response_format\":$long_text}"
+ok "an answer that fills the context, and may be longer: length" has out '"finish_reason":"length"'
+ok "it has filled it" [ "$(number total_tokens out)" -eq 1025 ]
+ask /v1/messages "{$full,\"output_format\":$long_text}"
+ok "the same in Anthropic's words" has out '"stop_reason":"model_context_window_exceeded"'
+ask /v1/responses "{\"input\":\"$(words 'It rained.' 240)\",\"max_output_tokens\":32000,\"text\":{\"format\":$long_text}}"
+ok "and in those of /v1/responses" has out '"status":"incomplete","completed_at":null,"error":null,"incomplete_details":{"reason":"max_output_tokens"},'
 while [ -n "$rest" ]; do
     letter=${rest%"${rest#?}"} rest=${rest#?}
     letters="$letters,$(ids "$letter")"
@@ -910,7 +1354,7 @@ if [ -n "$nginx" ]; then
         ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stream\":true}" -N -H "X-Session-Id: $k"
     done
     text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/a"
-    ok "a stream comes through it" same plain a
+    ok "a stream comes through it" same cli a
     n_one=$(grep -c '"path":"/v1/chat' "$tmp/one.log") n_two=$(grep -c '"path":"/v1/chat' "$tmp/two.log")
     ok "each conversation goes to one server" [ $((n_one + n_two + n_one % 2)) -eq 12 ]
     for k in $(seq 24); do get /props -H "X-Session-Id: $k"; done
