@@ -1840,6 +1840,8 @@ typedef struct {
     bool tight;               // neither blank nor end before and after the separator
 } Tok__CallKey;
 
+static void tok__search_failed(Tok__CallReader *c) { if (c->tries > 0) c->tries--; }
+
 static size_t tok__skip(const Tok__CallReader *c, size_t i, bool commas) {  // to the next byte that is not blank
     while (i < c->n && (tok__is_blank(c->s[i]) || (commas && c->s[i] == ','))) i++;
     return i;
@@ -1959,20 +1961,20 @@ static bool tok__is_inner_quote(const Tok__CallReader *c, size_t from, size_t i)
 static bool tok__call_string(Tok__CallReader *c) {
     const size_t from = c->i + 1;
     const char quote = c->s[c->i], *s = c->s;
+    bool ends = false, fails = false;
     size_t j = from;
-    for (; j < c->n; j++) {
+    for (; j < c->n && !ends && !fails; j++) {
         if (s[j] == '\\' && (unsigned char)quote != TOK__DELIMITER) j++;
         if (j >= c->n || s[j] != quote) continue;
-        if (tok__value_ends(c, j + 1) && !tok__is_inner_quote(c, from, j)) break;
-        if (!c->tries || tok__follows_key(c, from, j)) return false;
+        ends = tok__value_ends(c, j + 1) && !tok__is_inner_quote(c, from, j);
+        fails = !ends && (!c->tries || tok__follows_key(c, from, j));
     }
-    if (j >= c->n && !c->cut) {
-        c->tries -= c->tries > 0;
+    if (!ends && (fails || !c->cut)) {
+        tok__search_failed(c);
         return false;
     }
-    if (j > c->n) j = c->n;
-    tok__call_write(c, from, j, quote);
-    c->i = j + (j < c->n);
+    c->i = ends ? j : c->n;
+    tok__call_write(c, from, ends ? j - 1 : c->n, quote);
     return true;
 }
 
@@ -1993,7 +1995,7 @@ static bool tok__call_literal(Tok__CallReader *c) {
     return true;
 }
 
-// Where the bare text at s[i] ends. sep: of its key; 0: an item of a list.
+// Where bare text ends, at s[i] or later. sep: of its key; 0: an item of a list.
 static size_t tok__text_end(Tok__CallReader *c, char sep) {
     static const char opening[] = "([{", closing[] = ")]}";
     size_t open[3] = { 0 }, first = c->n;             // first: an end inside brackets; it counts if they do not close
@@ -2021,13 +2023,15 @@ static size_t tok__text_end(Tok__CallReader *c, char sep) {
         if (end && !open[0] && !open[1] && !open[2]) return i;
         if (end && first == c->n) first = i;
     }
-    if (first < c->n) c->tries--;
+    if (first == c->n || (!open[0] && !open[1] && !open[2])) return c->n;
+    tok__search_failed(c);
     return first;
 }
 
-// Reads bare text. A quote at its start has lost its partner, or the text after its partner belongs to the value.
-static void tok__call_text(Tok__CallReader *c, char sep) {
-    size_t from = c->i, to = c->i = tok__text_end(c, sep);
+// Reads bare text from s[from] on; it ends at s[i] or later. A quote at its start has lost its partner, or the text
+// after its partner belongs to the value.
+static void tok__call_text(Tok__CallReader *c, size_t from, char sep) {
+    size_t to = c->i = tok__text_end(c, sep);
     const char quote = tok__quote_at(c, from), *s = c->s;
     while (from < to && tok__is_blank(s[from])) from++;
     while (from < to && tok__is_blank(s[to - 1])) to--;
@@ -2078,10 +2082,10 @@ static void tok__call_value(Tok__CallReader *c, char sep) {
     const bool ok = tok__quote_at(c, c->i) ? tok__call_string(c) : brackets ? tok__call_brackets(c)
                   : tok__call_literal(c);
     if (ok && tok__value_ends(c, c->i)) return;
-    c->i = start;
+    if (!ok || !brackets) c->i = start;               // else nothing is read twice, which would take O(2^depth)
     c->out->n = n_out;
     c->depth = depth;
-    tok__call_text(c, sep);
+    tok__call_text(c, start, sep);
 }
 
 // Reads the arguments of a call at s[i], in brackets, perhaps an object in brackets.
@@ -2290,7 +2294,7 @@ static int tok__end_call(Tokenizer *t, TokReply *r, bool cut) {
             first = true;
             depth = 0;
         } else {
-            c.tries -= begins;
+            if (begins) tok__search_failed(&c);
             first &= c.s[i] == '[';                   // perhaps of a list of calls
             depth += !first && tok__is_one_of(c.s[i], "([{");
             depth -= depth && tok__is_one_of(c.s[i], ")]}");
@@ -2341,8 +2345,10 @@ int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id) {
         r->finish = r->n_calls ? TOK_TOOL_CALLS : TOK_STOP;
         return 1;
     }
-    if (id == t->channel_open) {
-        if (in_call) return 0;
+    if (id == t->channel_open) {                      // after a whole call, ends it
+        const TokStr call = tok_trim((TokStr){ r->call.s, r->call.n });
+        if (in_call && !(call.n && tok__is_one_of(call.s[call.n - 1], "})"))) return 0;
+        if (tok__reply_enter(t, r, TOK__CONTENT) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
         r->after_call = false;
         return tok__reply_enter(t, r, TOK__THOUGHT);
     }

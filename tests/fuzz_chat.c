@@ -27,11 +27,12 @@ static void read_reply(const int32_t *prompt, size_t n_prompt, const int32_t *id
     for (size_t i = 0; i < n && rc == 0; i++) {
         const size_t content = r.content.n, thought = r.thought.n;
         const int n_calls = r.n_calls;
-        const bool ends = r.state == TOK__CALL && (tok_is_stop(&t, ids[i]) || ids[i] == t.call_open || ids[i] == t.call_close);
+        const bool may_end = r.state == TOK__CALL && tok_piece(&t, ids[i], false).n == 0;
         TokText block = { 0 };
-        NEED(!ends || tok_text_append(&block, r.call.s, r.call.n));
+        NEED(!may_end || tok_text_append(&block, r.call.s, r.call.n));
         rc = tok_reply_push(&t, &r, ids[i]);
-        NEED(!ends || block_is_kept(block.s, block.n, &r, n_calls, content));
+        if (may_end && (r.state != TOK__CALL || ids[i] == t.call_open))
+            NEED(block_is_kept(block.s, block.n, &r, n_calls, content));
         tok_text_free(&block);
         NEED(rc >= 0 && r.content.n >= content && r.thought.n >= thought && (rc == 1) == (r.finish != TOK_RUNNING));
         check_utf8(&r.content, content);

@@ -1,7 +1,7 @@
 /* test_chat.c - rendering prompts and parsing answers: tokenizer.h against the reference results in
  * tests/golden/gemma4-chat.jsonl.gz and gemma4-parse.jsonl.gz, and against properties: a rendered answer is parsed back
- * to the same, no text can insert a marker, the pieces of a stream do not change the result, running out of memory is
- * always reported.
+ * to the same, no text can insert a marker, the pieces of a stream do not change the result, tool calls are read in all
+ * the forms in which models write them and lose no byte, running out of memory is always reported.
  *
  * Uses models/gemma4-mini-q8_0.gguf for the properties and Gemma 4's vocabulary for the test vectors. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap; popen
@@ -650,6 +650,56 @@ static void test_written_calls(Tokenizer *t) {
     tok_reply_free(&r);
 }
 
+// Long blocks of repeated syntax, which must not take quadratic time.
+static void test_long_blocks(Tokenizer *t) {
+    static const char *const rows[][2] = {              // a start, once, and what is repeated after it
+        { "call:f{a:", "(" }, { "call:f{a:[", "[x] " }, { "call:f{", "a:^x," }, { "", "call:f{x " }, { "", "[" },
+        { "call:f{a:", "a:(," }, { "call:f{a:~", "~ x" }, { "call:f{a:'", "' a'" }, { "[[[[[~", "~[,x" }, { "", "f{}" },
+        { "call:f{a:[{b:(", "{a:{b} c," }, { "call:f{a:", "\n , " }, { "call:f{a:[", "{a:[1]}x" }, { "", "]-" },
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        TokReply r = { 0 };
+        TokText block = { 0 };
+        for (const char *s = rows[i][0]; block.n < 100000; s = *s && s[1] ? s + 1 : rows[i][1])
+            if (*s) tok_text_append(&block, *s == '^' ? "\"" : *s == '~' ? "\xFF" : s, 1);
+        tok_reply_start(t, &r, NULL, 0);
+        push(t, &r, t->call_open);
+        CHECK(tok_text_append(&r.call, block.s, block.n) && push(t, &r, t->call_close) == 0 &&
+              block_is_kept(block.s, block.n, &r, 0, 0), "a long block of %s", rows[i][1]);
+        tok_text_free(&block);
+        tok_reply_free(&r);
+    }
+}
+
+// Markers where they do not belong: none is in the text. After # is the thought.
+static void test_stray_markers(Tokenizer *t) {
+    static const struct { const char *answer, *want; } rows[] = {
+        { OPEN "call:f{}" END "<|channel>thought\n<channel|>", "f {}" },
+        { OPEN "call:f{}" END "<|channel>", "f {}" },
+        { OPEN "call:f{}" END "<channel|>\nbye<turn|>", "f {} | bye" },
+        { OPEN "call:f{}" END END "\n" OPEN "call:g{}" END, "f {} g {}" },
+        { OPEN "call:f{}<|channel>thought\nhm\n<channel|>bye<turn|>", "f {} | bye # hm" },
+        { OPEN "call:f{a:<|channel>x<channel|>}" END, "f {\"a\":\"x\"}" },
+        { "<|channel>thought\nhm " OPEN "call:f{}" END " so<channel|> bye", "f {} | so bye # hm" },
+        { "<|channel>thought\nhm " OPEN "no call" END "<channel|> bye", "| no call bye # hm" },
+        { "x " OPEN "no call" END " y", "| x no call y" },
+        { "x" OPEN END "y", "| xy" },
+        { "a" Q "b<|tool>c<tool|>d<|think|>e" END "f<channel|>g<tool_response|>h<pad>i<turn|>", "| a\"bcdefghi" },
+    };
+    TokReply r = { 0 };
+    for (size_t i = 0; i < 2 * sizeof rows / sizeof *rows; i++) {
+        TokText got = { 0 };
+        read_answer(t, &r, rows[i / 2].answer, i % 2);
+        put_reading(&got, &r);
+        if (r.thought.n) put(&got, " # ");
+        tok_text_append(&got, r.thought.s, r.thought.n);
+        CHECK(same_text(text_of(&got), str(rows[i / 2].want)), "%s\n  want %s\n  got  %.*s", rows[i / 2].answer,
+              rows[i / 2].want, (int)got.n, got.s);
+        tok_text_free(&got);
+    }
+    tok_reply_free(&r);
+}
+
 // Calls in random forms, mutated: no byte is lost, arguments are JSON, and other pieces of the same text are read the
 // same. LONG=1: 100,000 instead of 4,000.
 static void test_lost_bytes(Tokenizer *t) {
@@ -1108,7 +1158,9 @@ int main(void) {
             test_rules(&t);
             test_calls(&t);
             test_written_calls(&t);
+            test_stray_markers(&t);
             test_lost_bytes(&t);
+            test_long_blocks(&t);
             test_round_trip(&t);
             test_injection(&t);
             test_random_ids(&t);
