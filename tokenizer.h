@@ -181,8 +181,8 @@ typedef enum { TOK_RUNNING, TOK_STOP, TOK_TOOL_CALLS, TOK_LENGTH } TokFinish;
 // The caller pushes ids one at a time. content and thought grow by whole characters and never shrink, so a caller can
 // stream the text after the offset that it has already shown. White space at the end of a thought is held back until
 // more text follows. A call appears in calls when it is complete. It need not have the form of the template: see "calls
-// in an answer" below for all forms that are read. Text that is no call becomes content; of markers, <|"|> is a quote in
-// content, and the others are dropped.
+// in an answer" below for all forms that are read. Text that is no call becomes content. In content <|"|> is a quote,
+// and other markers are dropped.
 typedef struct {
     TokText content, thought;
     TokCall *calls;           // (n_calls)
@@ -1798,7 +1798,8 @@ int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
 //     So quotes inside a string need no escape. A string without end is bare text.
 //   - Bare text ends at a closing bracket, or where the next member begins: a comma or line break and a word with the
 //     same separator (: or =), or a blank, a word, the separator and the value, with no blanks between them. In a list
-//     it ends at a comma. Brackets that close again inside the text are part of it. Marks in it are dropped.
+//     it ends at a comma. Brackets and quotes that close again inside the text are part of it, with all that is in
+//     them. Marks in it are dropped.
 //   - A closing bracket closes the innermost open one if one of its kind is open, or if it is one of the last brackets
 //     of the block and they are not too many. What is still open at the end is closed there.
 //   - A value that is followed by other text is bare text as a whole. So are an object without keys, and a number that
@@ -1868,9 +1869,8 @@ static bool tok__is_key_byte(char c, bool any) {
                : tok__is_word_byte(c) || tok__is_one_of(c, "-.$@");
 }
 
-// True if a key and its separator are at s[i]. any: a key is certain to begin here, so it may have any characters;
-// else only an identifier, since this may be text such as "see https://..".
-static bool tok__key_at(const Tok__CallReader *c, size_t i, bool any, Tok__CallKey *k) {
+// The end of the key in quotes at s[i], or of the bare one. 0: there is none.
+static size_t tok__key_end(const Tok__CallReader *c, size_t i, bool any, Tok__CallKey *k) {
     const char *s = c->s;
     size_t j = i, n = c->n;
     *k = (Tok__CallKey){ .from = i, .quote = tok__quote_at(c, i) };
@@ -1879,24 +1879,32 @@ static bool tok__key_at(const Tok__CallReader *c, size_t i, bool any, Tok__CallK
         for (j++; j < n && s[j] != k->quote && s[j] != '\n'; j++) j += escapes && s[j] == '\\' && j + 1 < n;
         k->from = i + 1;
         k->to = j;
-        if (j < n && s[j] == k->quote) j++;
-        else if (j < n || !c->cut) return false;
-    } else {
-        const bool begins = i < n && (any ? !tok__is_one_of(s[i], "[]")
-                                          : tok__is_word_byte(s[i]) && !(s[i] >= '0' && s[i] <= '9'));
-        if (!begins) return false;
-        while (j < n && tok__is_key_byte(s[j], any)) j++;
-        for (k->to = j; k->to > i && tok__is_blank(s[k->to - 1]); ) k->to--;
-        if (k->to == i) return false;
+        return j < n && s[j] == k->quote ? j + 1 : j == n && c->cut ? n : 0;
     }
+    const bool begins = i < n && (any ? !tok__is_one_of(s[i], "[]")
+                                      : tok__is_word_byte(s[i]) && !(s[i] >= '0' && s[i] <= '9'));
+    while (begins && j < n && tok__is_key_byte(s[j], any)) j++;
+    for (k->to = j; k->to > i && tok__is_blank(s[k->to - 1]); ) k->to--;
+    return k->to == i ? 0 : any && j < n && (unsigned char)s[j] == TOK__DELIMITER ? j + 1 : j;
+}
+
+// True if a key and its separator are at s[i]. any: a key is certain to begin here, so it may have any characters, or a
+// quote or mark without partner; else only an identifier, since this may be text such as "see https://..".
+static bool tok__key_at(const Tok__CallReader *c, size_t i, bool any, Tok__CallKey *k) {
+    const char *s = c->s;
+    const size_t j = tok__key_end(c, i, any, k), n = c->n;
     const size_t at = tok__skip(c, j, false);
+    const bool sep = j && at < n && tok__is_one_of(s[at], ":=");
+    if (k->quote && !sep && any && !(j && at == n)) return !tok__quote_at(c, i + 1) && tok__key_at(c, i + 1, true, k);
+    if (!j) return false;
     k->next = at;
     if (at == n) return any && c->cut;
     k->next++;
     k->sep = s[at];
     k->tight = at == j && at + 1 < n && !tok__is_blank(s[at + 1]);
-    if (k->sep != ':' && k->sep != '=') return false;
-    return any || at + 1 == n || !tok__is_one_of(s[at + 1], k->sep == ':' ? ":/\\" : "=");
+    if (!sep) return false;
+    const bool url = n - at >= 3 && !memcmp(s + at + 1, "//", 2);
+    return any || at + 1 == n || !(url || tok__is_one_of(s[at + 1], k->sep == ':' ? ":\\" : "="));
 }
 
 // True if a complete value can end before s[i].
@@ -1995,6 +2003,20 @@ static bool tok__call_literal(Tok__CallReader *c) {
     return true;
 }
 
+// True if a text in quotes begins at s[i] inside of bare text: after a blank and before another character.
+static bool tok__opens_quote(const Tok__CallReader *c, size_t i) {
+    return tok__quote_at(c, i) && tok__is_blank(c->s[i - 1]) && i + 1 < c->n && !tok__is_blank(c->s[i + 1]) &&
+           !tok__is_one_of(c->s[i + 1], ",)]}");
+}
+
+// The end of a text in quotes inside of bare text: the next such quote after which no word goes on. None: after s[i].
+static size_t tok__quoted_end(Tok__CallReader *c, size_t i) {
+    for (size_t j = i + 1; j < c->n; j++)
+        if (c->s[j] == c->s[i] && !(j + 1 < c->n && tok__is_word_byte(c->s[j + 1]))) return j + 1;
+    tok__search_failed(c);
+    return i + 1;
+}
+
 // Where bare text ends, at s[i] or later. sep: of its key; 0: an item of a list.
 static size_t tok__text_end(Tok__CallReader *c, char sep) {
     static const char opening[] = "([{", closing[] = ")]}";
@@ -2010,6 +2032,7 @@ static size_t tok__text_end(Tok__CallReader *c, char sep) {
         bool end = next == i ? tok__closes(c, i) : next == c->n || tok__closes(c, next);
         if (next == i) {
             next++;
+            if (c->tries && i > c->i && tok__opens_quote(c, i)) next = tok__quoted_end(c, i);
             if (tok__is_one_of(ch, opening) && c->tries) open[strchr(opening, ch) - opening]++;
             if (tok__is_one_of(ch, closing) && open[strchr(closing, ch) - closing]) {
                 open[strchr(closing, ch) - closing]--;
@@ -2033,9 +2056,9 @@ static size_t tok__text_end(Tok__CallReader *c, char sep) {
 static void tok__call_text(Tok__CallReader *c, size_t from, char sep) {
     size_t to = c->i = tok__text_end(c, sep);
     const char quote = tok__quote_at(c, from), *s = c->s;
-    while (from < to && tok__is_blank(s[from])) from++;
-    while (from < to && tok__is_blank(s[to - 1])) to--;
-    if (quote && from < to && !memchr(s + from + 1, quote, to - from - 1)) from++;
+    while (from < to && (tok__is_blank(s[from]) || (unsigned char)s[from] == TOK__DELIMITER)) from++;
+    while (from < to && (tok__is_blank(s[to - 1]) || (unsigned char)s[to - 1] == TOK__DELIMITER)) to--;
+    if (tok__quote_at(c, from) == quote && quote && from < to && !memchr(s + from + 1, quote, to - from - 1)) from++;
     const char last = from < to ? tok__quote_at(c, to - 1) : 0;
     if (quote && last && !memchr(s + from, last, to - 1 - from)) to--;
     tok__call_write(c, from, to, 0);
@@ -2194,10 +2217,10 @@ static int tok__read_call(Tokenizer *t, TokReply *r, Tok__CallReader *c, bool fi
     const char quote = tok__quote_at(c, from);
     const char *end = quote ? memchr(s + from + 1, quote, c->n - from - 1) : NULL;
     size_t to = from;
-    while (!end && to < c->n && (unsigned char)s[to] > 0x20 && (unsigned char)s[to] != TOK__DELIMITER &&
-           !tok__is_one_of(s[to], ",(){}[]\"'`<>=")) to++;
+    while (!end && to < c->n && (tok__is_word_byte(s[to]) || tok__is_one_of(s[to], "-./:$@#+"))) to++;
     if (end) from++, to = (size_t)(end - s);
     next = tok__skip(c, to + (end != NULL), false);
+    if (next < c->n && (unsigned char)s[next] == TOK__DELIMITER) next++;
     while (!end && to > from && s[to - 1] == ':') to--;
 
     TokStr arguments = { "{}", 2 };
@@ -2211,7 +2234,7 @@ static int tok__read_call(Tokenizer *t, TokReply *r, Tok__CallReader *c, bool fi
     } else if (prefix) {
         const char *brace = from < c->n ? memchr(s + from, '{', c->n - from) : NULL;
         next = to = brace ? (size_t)(brace - s) : from;
-        while (to > from && tok__is_blank(s[to - 1])) to--;
+        while (to > from && (tok__is_blank(s[to - 1]) || tok__is_one_of(s[to - 1], ":="))) to--;
         ok = to > from && tok__call_body(c, next);
         for (size_t i = from; ok && i < to; i++) ok = (unsigned char)s[i] >= 0x20;
         arguments = (TokStr){ c->out->s, c->out->n };
