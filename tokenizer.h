@@ -180,8 +180,9 @@ typedef enum { TOK_RUNNING, TOK_STOP, TOK_TOOL_CALLS, TOK_LENGTH } TokFinish;
 
 // The caller pushes ids one at a time. content and thought grow by whole characters and never shrink, so a caller can
 // stream the text after the offset that it has already shown. White space at the end of a thought is held back until
-// more text follows. A call appears in calls when it is complete. Malformed calls are repaired if possible; text that
-// is not a call is dropped.
+// more text follows. A call appears in calls when it is complete. It need not have the form of the template: see "calls
+// in an answer" below for all forms that are read. Text that is no call becomes content. In content <|"|> is a quote,
+// and other markers are dropped.
 typedef struct {
     TokText content, thought;
     TokCall *calls;           // (n_calls)
@@ -203,8 +204,8 @@ typedef struct {
 void tok_reply_start(const Tokenizer *t, TokReply *r, const int32_t *prompt, size_t n);
 // Adds the next id. Returns 0: continue; 1: a stop id, r->finish says which kind; -1: out of memory.
 int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id);
-// Ends a reply without a stop id: finish becomes TOK_LENGTH, of an incomplete call, what has come is parsed. No effect
-// after a stop id.
+// Ends a reply without a stop id: finish becomes TOK_LENGTH; of an incomplete call, what has come is a call, or content
+// if its name may be incomplete. No effect after a stop id.
 int tok_reply_end(Tokenizer *t, TokReply *r);
 // True while the model thinks: its next token belongs to a thought or to the thought's name, or closes the thought.
 bool tok_reply_thinks(const TokReply *r);
@@ -1778,161 +1779,471 @@ int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
     return -1;
 }
 
-// ---- chat: answer ---------------------------------------------------------------------------------------------------
-// The text of a call is UTF-8, so the byte 0xFF, which UTF-8 never uses, can represent <|"|>.
+// ---- chat: calls in an answer ---------------------------------------------------------------------------------------
+// A block is the text between <|tool_call> and <tool_call|>. It is UTF-8, so the byte 0xFF, which UTF-8 never uses, can
+// represent the mark <|"|>. A model may write a call in another form than the template's, so all this is read:
+//
+//   block    { call | text }                  text is no call: it becomes content
+//   call     [prefix] NAME body               without `call:` only first in the block or after another call
+//            call: NAME                       first in the block or after another call: no arguments
+//            OBJECT                           {"name": .., "arguments" or "parameters": ..}, or a list of such objects,
+//                                             also inside {"type": "function", "function": ..}; first in the block
+//   prefix   call:   call   :                 in any case
+//   body     { members }   ( members )   or an object inside these brackets
+//   members  KEY : value   KEY = value        a comma separates them; it may be missing
+//   value    "string"  'string'  mark string mark  {members}  [values]  number  true  True  null  None  or bare text
+//
+// Blanks may stand anywhere; a code fence may surround calls. What is read in doubt:
+//   - A quote ends a string only where a value can end: before a comma and a key, a closing bracket, a key, or the end.
+//     So quotes inside a string need no escape. A string without end is bare text.
+//   - Bare text ends at a closing bracket, or where the next member begins: a comma or line break and a word with the
+//     same separator (: or =), or a blank, a word, the separator and the value, with no blanks between them. In a list
+//     it ends at a comma. Brackets and quotes that close again inside the text are part of it, with all that is in
+//     them. Marks in it are dropped.
+//   - A closing bracket closes the innermost open one if one of its kind is open, or if it is one of the last brackets
+//     of the block and they are not too many. What is still open at the end is closed there.
+//   - A value that is followed by other text is bare text as a whole. So are an object without keys, and a number that
+//     JSON cannot have, such as 007.
+//   - Arguments without names, as in f("x"), are no call. NAME has no blanks, unless `call:` and { are around it.
+//   - If the answer is cut off, an open string has the text so far, a key without value has "", and a name without body
+//     is content.
+// Every byte that is no syntax reaches the client in a name, in an argument or as content. Syntax of a call that was
+// read are brackets, colons, commas, equals signs, quotes, marks, escapes, the words above, and a code fence.
 
 enum { TOK__DELIMITER = 0xFF, TOK__CALL_DEPTH = 251 };   // depth: 256 of gguf_json_parse less 5 levels of a message
+enum { TOK__CALL_TRIES = 16 };                        // failed searches per block, which makes the time O(n)
 
 static bool tok__is_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+static bool tok__is_one_of(char c, const char *set) { return c && strchr(set, c); }
+
+// ASCII letters and digits, _, and all other characters.
+static bool tok__is_word_byte(char c) {
+    const unsigned char u = (unsigned char)c;
+    return (u >= '0' && u <= '9') || ((u | 32) >= 'a' && (u | 32) <= 'z') || u == '_' ||
+           (u >= 0x80 && u != TOK__DELIMITER);
+}
 
 typedef struct {
     const char *s;
     size_t n, i;              // s[i..n) is not read yet
-    TokText *out;             // arguments as JSON; it has enough room
+    size_t tail;              // s[tail..n) is blanks and at most TOK__CALL_DEPTH closing brackets
+    TokText *out;             // JSON; it has enough room
+    char open[TOK__CALL_DEPTH];                       // (depth) the open brackets
     int depth;
-    bool failed;
+    int tries;                // how many more searches may fail
+    bool cut;                 // the answer ended inside the block
 } Tok__CallReader;
 
-static bool tok__at(const Tok__CallReader *c, char want) { return c->i < c->n && c->s[c->i] == want; }
-static bool tok__at_end(const Tok__CallReader *c) {                         // true: at the end of a value
-    return c->i == c->n || c->s[c->i] == ',' || c->s[c->i] == '}' || c->s[c->i] == ']';
-}
-static void tok__skip_blanks(Tok__CallReader *c) { while (c->i < c->n && tok__is_blank(c->s[c->i])) c->i++; }
+typedef struct {
+    size_t from, to, next;    // s[from..to) is the key, its value starts at next
+    char quote;               // 0: bare
+    char sep;                 // ':' or '='; 0: cut off
+    bool tight;               // neither blank nor end before and after the separator
+} Tok__CallKey;
 
-// Writes s[from..to) as the inside of a JSON string. A misplaced delimiter is written as its text.
-static void tok__call_escape(Tok__CallReader *c, size_t from, size_t to) {
-    for (; from < to; from++) {
-        if ((unsigned char)c->s[from] == TOK__DELIMITER) tok__literal(c->out, "<|\\\"|>");
-        else tok__escape(c->out, (unsigned char)c->s[from]);
+static void tok__search_failed(Tok__CallReader *c) { if (c->tries > 0) c->tries--; }
+
+static size_t tok__skip(const Tok__CallReader *c, size_t i, bool commas) {  // to the next byte that is not blank
+    while (i < c->n && (tok__is_blank(c->s[i]) || (commas && c->s[i] == ','))) i++;
+    return i;
+}
+
+static char tok__quote_at(const Tok__CallReader *c, size_t i) {
+    if (i >= c->n) return 0;
+    return tok__is_one_of(c->s[i], "\"'") || (unsigned char)c->s[i] == TOK__DELIMITER ? c->s[i] : 0;
+}
+
+// True if s[i] closes the innermost open bracket.
+static bool tok__closes(const Tok__CallReader *c, size_t i) {
+    if (i >= c->n || !tok__is_one_of(c->s[i], "}])")) return false;
+    const char open = c->s[i] == '}' ? '{' : c->s[i] == ']' ? '[' : '(';
+    if (memchr(c->open, open, (size_t)c->depth)) return true;
+    if (i < c->tail) return false;
+    int left = 0;                                     // closing brackets from here on
+    for (size_t k = i; k < c->n; k++) left += !tok__is_blank(c->s[k]);
+    return left <= c->depth;
+}
+
+static bool tok__is_key_byte(char c, bool any) {
+    return any ? !tok__is_one_of(c, ":=,{}()\"\n") && (unsigned char)c != TOK__DELIMITER
+               : tok__is_word_byte(c) || tok__is_one_of(c, "-.$@");
+}
+
+// The end of the key in quotes at s[i], or of the bare one. 0: there is none.
+static size_t tok__key_end(const Tok__CallReader *c, size_t i, bool any, Tok__CallKey *k) {
+    const char *s = c->s;
+    size_t j = i, n = c->n;
+    *k = (Tok__CallKey){ .from = i, .quote = tok__quote_at(c, i) };
+    if (k->quote) {
+        const bool escapes = (unsigned char)k->quote != TOK__DELIMITER;
+        for (j++; j < n && s[j] != k->quote && s[j] != '\n'; j++) j += escapes && s[j] == '\\' && j + 1 < n;
+        k->from = i + 1;
+        k->to = j;
+        return j < n && s[j] == k->quote ? j + 1 : j == n && c->cut ? n : 0;
     }
+    const bool begins = i < n && (any ? !tok__is_one_of(s[i], "[]")
+                                      : tok__is_word_byte(s[i]) && !(s[i] >= '0' && s[i] <= '9'));
+    while (begins && j < n && tok__is_key_byte(s[j], any)) j++;
+    for (k->to = j; k->to > i && tok__is_blank(s[k->to - 1]); ) k->to--;
+    return k->to == i ? 0 : any && j < n && (unsigned char)s[j] == TOK__DELIMITER ? j + 1 : j;
 }
 
-// Reads the string that starts at s[i], a delimiter or a quote. Its end may be missing.
-static void tok__call_string(Tok__CallReader *c) {
-    const char quote = c->s[c->i++];
+// True if a key and its separator are at s[i]. any: a key is certain to begin here, so it may have any characters, or a
+// quote or mark without partner; else only an identifier, since this may be text such as "see https://..".
+static bool tok__key_at(const Tok__CallReader *c, size_t i, bool any, Tok__CallKey *k) {
+    const char *s = c->s;
+    const size_t j = tok__key_end(c, i, any, k), n = c->n;
+    const size_t at = tok__skip(c, j, false);
+    const bool sep = j && at < n && tok__is_one_of(s[at], ":=");
+    if (k->quote && !sep && any && !(j && at == n)) return !tok__quote_at(c, i + 1) && tok__key_at(c, i + 1, true, k);
+    if (!j) return false;
+    k->next = at;
+    if (at == n) return any && c->cut;
+    k->next++;
+    k->sep = s[at];
+    k->tight = at == j && at + 1 < n && !tok__is_blank(s[at + 1]);
+    if (!sep) return false;
+    const bool url = n - at >= 3 && !memcmp(s + at + 1, "//", 2);
+    return any || at + 1 == n || !(url || tok__is_one_of(s[at + 1], k->sep == ':' ? ":\\" : "="));
+}
+
+// True if a complete value can end before s[i].
+static bool tok__value_ends(const Tok__CallReader *c, size_t i) {
+    const bool list = c->open[c->depth - 1] == '[';
+    const size_t j = tok__skip(c, i, false), next = tok__skip(c, j, true);
+    Tok__CallKey k;
+    if (j == c->n || tok__closes(c, j)) return true;
+    if (next > j) return list || next == c->n || tok__closes(c, next) || tok__key_at(c, next, true, &k);
+    if (list) return tok__quote_at(c, j) || tok__is_one_of(c->s[j], "{[");
+    return tok__key_at(c, j, false, &k);
+}
+
+// The length of the escape at s[i]; 0: there is none, so a backslash is a backslash.
+static size_t tok__escape_at(const Tok__CallReader *c, size_t i, size_t to) {
+    if (c->s[i] != '\\' || to - i < 2) return 0;
+    if (c->s[i + 1] != 'u') return tok__is_one_of(c->s[i + 1], "\"'\\/bfnrt") ? 2 : 0;
+    for (size_t k = 2; k < 6; k++) if (k >= to - i || tok_hex_digit((unsigned char)c->s[i + k]) < 0) return 0;
+    return 6;
+}
+
+// Writes s[from..to) as a JSON string, without marks. A text in quotes may have escapes.
+static void tok__call_write(Tok__CallReader *c, size_t from, size_t to, char quote) {
     c->out->s[c->out->n++] = '"';
-    for (; c->i < c->n && c->s[c->i] != quote; c->i++) {
-        size_t len = 0;                               // length of a JSON escape, which is copied
-        if (quote == '"' && c->s[c->i] == '\\' && c->n - c->i > 1) {
-            const char e = c->s[c->i + 1];
-            if (e && strchr("\"\\/bfnrt", e)) len = 2;
-            if (e == 'u' && c->n - c->i >= 6) len = 6;
-            for (size_t k = 2; k < len; k++) if (tok_hex_digit((unsigned char)c->s[c->i + k]) < 0) len = 0;
+    for (size_t i = from, len; i < to; i += len) {
+        len = tok__is_one_of(quote, "\"'") ? tok__escape_at(c, i, to) : 0;
+        if (len && c->s[i + 1] != '\'') {
+            tok_text_append(c->out, c->s + i, len);
+            continue;
         }
-        if (len) {
-            tok_text_append(c->out, c->s + c->i, len);
-            c->i += len - 1;
-        } else {
-            tok__call_escape(c, c->i, c->i + 1);
-        }
+        if (len) i++, len = 1;                        // \' is no escape of JSON
+        else len = 1;
+        if ((unsigned char)c->s[i] != TOK__DELIMITER) tok__escape(c->out, (unsigned char)c->s[i]);
     }
-    if (c->i < c->n) c->i++;
     c->out->s[c->out->n++] = '"';
 }
 
-// Reads characters without quotes up to the end of the value, or up to `stop`. Numbers and the words of JSON are
-// copied, other text becomes a string.
-static void tok__call_bare(Tok__CallReader *c, char stop) {
-    const size_t start = c->i;
-    while (c->i < c->n && (stop ? c->s[c->i] != stop : !tok__at_end(c))) c->i++;
-    size_t from = start, to = c->i, err_at;
-    while (from < to && tok__is_blank(c->s[from])) from++;
-    while (from < to && tok__is_blank(c->s[to - 1])) to--;
-    GgufJson v;
+// True if s[from..i) ends with a comma or line break, a key and its separator: a string that is open has no end.
+static bool tok__follows_key(const Tok__CallReader *c, size_t from, size_t i) {
+    const char *s = c->s;
+    while (i > from && tok__is_blank(s[i - 1])) i--;
+    if (i == from || !tok__is_one_of(s[--i], ":=")) return false;
+    while (i > from && tok__is_blank(s[i - 1])) i--;
+    const size_t end = i;
+    while (i > from && tok__is_key_byte(s[i - 1], false)) i--;
+    if (i == end) return false;
+    while (i > from && (s[i - 1] == ' ' || s[i - 1] == '\t')) i--;
+    return i > from && (s[i - 1] == ',' || s[i - 1] == '\n');
+}
+
+// True if the quote s[i] of a string that starts at s[from] is a part of it: it's, or "{"a":"b"}".
+static bool tok__is_inner_quote(const Tok__CallReader *c, size_t from, size_t i) {
+    const char *s = c->s;
+    size_t next = i + 1;
+    const bool inside = i > from && next < c->n && tok__is_word_byte(s[i - 1]) && tok__is_word_byte(s[next]);
+    if (s[i] == '\'' && inside) return true;
+    while (next < c->n && tok__is_one_of(s[next], "}])")) next++;
+    return tok__is_one_of(s[i], "\"'") && next > i + 1 && next < c->n && s[next] == s[i];
+}
+
+// Reads the string at s[i]. False: it has no end, and nothing is read.
+static bool tok__call_string(Tok__CallReader *c) {
+    const size_t from = c->i + 1;
+    const char quote = c->s[c->i], *s = c->s;
+    bool ends = false, fails = false;
+    size_t j = from;
+    for (; j < c->n && !ends && !fails; j++) {
+        if (s[j] == '\\' && (unsigned char)quote != TOK__DELIMITER) j++;
+        if (j >= c->n || s[j] != quote) continue;
+        ends = tok__value_ends(c, j + 1) && !tok__is_inner_quote(c, from, j);
+        fails = !ends && (!c->tries || tok__follows_key(c, from, j));
+    }
+    if (!ends && (fails || !c->cut)) {
+        tok__search_failed(c);
+        return false;
+    }
+    c->i = ends ? j : c->n;
+    tok__call_write(c, from, ends ? j - 1 : c->n, quote);
+    return true;
+}
+
+// Reads a number or a word of JSON or Python. False: another word.
+static bool tok__call_literal(Tok__CallReader *c) {
+    static const char *const python[] = { "True", "False", "None" }, *const json[] = { "true", "false", "null" };
+    size_t j = c->i, err_at;
     const char *err;
-    if (!stop && gguf_json_parse(c->s + from, to - from, &v, &err_at, &err) == 0 && v.type <= GGUF_J_NUMBER) {
-        tok_text_append(c->out, v.s, v.n);
-        return;
-    }
-    c->out->s[c->out->n++] = '"';
-    tok__call_escape(c, from, to);
-    c->out->s[c->out->n++] = '"';
+    GgufJson v;
+    while (j < c->n && (tok__is_word_byte(c->s[j]) || tok__is_one_of(c->s[j], "+-."))) j++;
+    TokStr word = { c->s + c->i, j - c->i };
+    for (int k = 0; k < 3; k++)
+        if (word.n == strlen(python[k]) && !memcmp(word.s, python[k], word.n))
+            word = (TokStr){ json[k], strlen(json[k]) };
+    if (gguf_json_parse(word.s, word.n, &v, &err_at, &err) < 0 || v.type > GGUF_J_NUMBER) return false;
+    tok_text_append(c->out, v.s, v.n);
+    c->i = j;
+    return true;
 }
 
-// Reads the value at s[i]: an object, an array, a string or a bare word. Any closing bracket closes the innermost
-// container; containers that are not closed end with the text. A member without colon is dropped, and one whose value
-// is cut off; {a:} has an empty string.
-static void tok__call_value(Tok__CallReader *c) {
-    const char open = c->s[c->i];
-    if (open == '"' || (unsigned char)open == TOK__DELIMITER) {
-        tok__call_string(c);
-        return;
-    }
-    if (open != '{' && open != '[') {
-        tok__call_bare(c, 0);
-        return;
-    }
-    if (c->depth == TOK__CALL_DEPTH) c->failed = true;
-    if (c->failed) return;
-    c->depth++;
-    c->i++;
-    c->out->s[c->out->n++] = open;
-    for (bool first = true; ; ) {
-        while (c->i < c->n && (tok__is_blank(c->s[c->i]) || c->s[c->i] == ',')) c->i++;
-        if (c->i == c->n) break;
-        if (tok__at_end(c)) { c->i++; break; }
-        const size_t mark = c->out->n;
-        if (!first) c->out->s[c->out->n++] = ',';
-        bool complete = true;
-        if (open == '{') {
-            if (tok__at(c, '"') || tok__at(c, (char)TOK__DELIMITER)) tok__call_string(c);
-            else tok__call_bare(c, ':');
-            tok__skip_blanks(c);
-            complete = tok__at(c, ':');
-            if (complete) {
-                c->out->s[c->out->n++] = ':';
-                c->i++;
-                tok__skip_blanks(c);
-                complete = c->i < c->n;
+// True if a text in quotes begins at s[i] inside of bare text: after a blank and before another character.
+static bool tok__opens_quote(const Tok__CallReader *c, size_t i) {
+    return tok__quote_at(c, i) && tok__is_blank(c->s[i - 1]) && i + 1 < c->n && !tok__is_blank(c->s[i + 1]) &&
+           !tok__is_one_of(c->s[i + 1], ",)]}");
+}
+
+// The end of a text in quotes inside of bare text: the next such quote after which no word goes on. None: after s[i].
+static size_t tok__quoted_end(Tok__CallReader *c, size_t i) {
+    for (size_t j = i + 1; j < c->n; j++)
+        if (c->s[j] == c->s[i] && !(j + 1 < c->n && tok__is_word_byte(c->s[j + 1]))) return j + 1;
+    tok__search_failed(c);
+    return i + 1;
+}
+
+// Where bare text ends, at s[i] or later. sep: of its key; 0: an item of a list.
+static size_t tok__text_end(Tok__CallReader *c, char sep) {
+    static const char opening[] = "([{", closing[] = ")]}";
+    size_t open[3] = { 0 }, first = c->n;             // first: an end inside brackets; it counts if they do not close
+    Tok__CallKey k;
+    for (size_t i = c->i, next; i < c->n; i = next) {
+        const char ch = c->s[i];
+        bool comma = false, line = false;
+        for (next = i; next < c->n && (tok__is_blank(c->s[next]) || c->s[next] == ','); next++) {
+            comma |= c->s[next] == ',';
+            line |= c->s[next] == '\n';
+        }
+        bool end = next == i ? tok__closes(c, i) : next == c->n || tok__closes(c, next);
+        if (next == i) {
+            next++;
+            if (c->tries && i > c->i && tok__opens_quote(c, i)) next = tok__quoted_end(c, i);
+            if (tok__is_one_of(ch, opening) && c->tries) open[strchr(opening, ch) - opening]++;
+            if (tok__is_one_of(ch, closing) && open[strchr(closing, ch) - closing]) {
+                open[strchr(closing, ch) - closing]--;
+                continue;
             }
+        } else if (!sep) {
+            end |= comma;
+        } else if (!end) {
+            end = tok__key_at(c, next, false, &k) && k.sep == sep && (comma || line || k.tight);
         }
-        if (complete) {
-            tok__call_value(c);
-            if (c->failed) return;
-            first = false;
-        } else {
-            c->out->n = mark;
-        }
-        while (!tok__at_end(c)) c->i++;
+        if (end && !open[0] && !open[1] && !open[2]) return i;
+        if (end && first == c->n) first = i;
     }
-    c->out->s[c->out->n++] = open == '{' ? '}' : ']';
-    c->depth--;
+    if (first == c->n || (!open[0] && !open[1] && !open[2])) return c->n;
+    tok__search_failed(c);
+    return first;
 }
 
-// Parses the collected call: call:NAME{...}. Other text is dropped, and so is a name that may be cut off at the end.
-static int tok__end_call(Tokenizer *t, TokReply *r, bool closed) {
-    const char *s = r->call.s;
-    size_t n = r->call.n, from = 0, brace, to;
-    while (from < n && tok__is_blank(s[from])) from++;
-    if (n - from < 5 || memcmp(s + from, "call:", 5) != 0) return 0;
-    for (from += 5; from < n && tok__is_blank(s[from]); ) from++;
-    for (brace = from; brace < n && s[brace] != '{'; ) brace++;
-    for (to = brace; to > from && tok__is_blank(s[to - 1]); ) to--;
-    if (to == from || (brace == n && !closed)) return 0;
+// Reads bare text from s[from] on; it ends at s[i] or later. A quote at its start has lost its partner, or the text
+// after its partner belongs to the value.
+static void tok__call_text(Tok__CallReader *c, size_t from, char sep) {
+    size_t to = c->i = tok__text_end(c, sep);
+    const char quote = tok__quote_at(c, from), *s = c->s;
+    while (from < to && (tok__is_blank(s[from]) || (unsigned char)s[from] == TOK__DELIMITER)) from++;
+    while (from < to && (tok__is_blank(s[to - 1]) || (unsigned char)s[to - 1] == TOK__DELIMITER)) to--;
+    if (tok__quote_at(c, from) == quote && quote && from < to && !memchr(s + from + 1, quote, to - from - 1)) from++;
+    const char last = from < to ? tok__quote_at(c, to - 1) : 0;
+    if (quote && last && !memchr(s + from, last, to - 1 - from)) to--;
+    tok__call_write(c, from, to, 0);
+}
 
-    // A byte becomes at most 6; an opening bracket or a member may add two quotes and one bracket.
-    TokText out = { 0 };
+static void tok__call_value(Tok__CallReader *c, char sep);
+
+// Reads the object, the list or the arguments in brackets at s[i]. False: it is deeper than a message can be, or it has
+// no key where one must be.
+static bool tok__call_brackets(Tok__CallReader *c) {
+    Tok__CallKey k;
+    const bool list = c->s[c->i] == '[';
+    if (c->depth == TOK__CALL_DEPTH) return false;
+    c->open[c->depth++] = c->s[c->i++];
+    c->out->s[c->out->n++] = list ? '[' : '{';
+    for (bool first = true; ; first = false) {
+        c->i = tok__skip(c, c->i, true);
+        if (c->i == c->n) break;
+        if (tok__closes(c, c->i)) {
+            c->i++;
+            break;
+        }
+        if (!first) c->out->s[c->out->n++] = ',';
+        if (list) {
+            tok__call_value(c, 0);
+            continue;
+        }
+        if (!tok__key_at(c, c->i, true, &k)) return false;
+        tok__call_write(c, k.from, k.to, k.quote);
+        c->out->s[c->out->n++] = ':';
+        c->i = tok__skip(c, k.next, false);
+        tok__call_value(c, k.sep ? k.sep : ':');
+    }
+    c->out->s[c->out->n++] = list ? ']' : '}';
+    c->depth--;
+    return true;
+}
+
+// Reads the value at s[i] of a key with this separator; 0: an item of a list.
+static void tok__call_value(Tok__CallReader *c, char sep) {
+    const size_t start = c->i, n_out = c->out->n;
+    const int depth = c->depth;
+    const bool brackets = c->i < c->n && tok__is_one_of(c->s[c->i], "{[");
+    const bool ok = tok__quote_at(c, c->i) ? tok__call_string(c) : brackets ? tok__call_brackets(c)
+                  : tok__call_literal(c);
+    if (ok && tok__value_ends(c, c->i)) return;
+    if (!ok || !brackets) c->i = start;               // else nothing is read twice, which would take O(2^depth)
+    c->out->n = n_out;
+    c->depth = depth;
+    tok__call_text(c, start, sep);
+}
+
+// Reads the arguments of a call at s[i], in brackets, perhaps an object in brackets.
+static bool tok__call_body(Tok__CallReader *c, size_t i) {
+    if (i >= c->n || !tok__is_one_of(c->s[i], "{(")) return false;
+    const size_t inner = tok__skip(c, i + 1, false);
+    for (int k = 0; k < 2; k++) {
+        c->i = k ? inner : i;
+        c->depth = 0;
+        c->out->n = 0;
+        if (k && (inner == c->n || c->s[inner] != '{')) break;
+        if (!tok__call_brackets(c)) continue;
+        const size_t next = tok__skip(c, c->i, true);
+        if (k && next < c->n && tok__is_one_of(c->s[next], "})")) c->i = next + 1;
+        return true;
+    }
+    return false;
+}
+
+// Adds a call. Returns 1, or -1 if memory runs out.
+static int tok__add_call(Tokenizer *t, TokReply *r, TokStr name, TokStr arguments) {
     TokCall *calls = realloc(r->calls, ((size_t)r->n_calls + 1) * sizeof *calls);
     if (calls) r->calls = calls;
-    if (!calls || n > SIZE_MAX / 32 || !tok__room(&out, 10 * n + 16))
-        return tok__fail(t, "out of memory for a tool call");
-    for (size_t i = from; i < to; i++) {
-        if ((unsigned char)s[i] == TOK__DELIMITER) tok__literal(&out, "<|\"|>");
-        else out.s[out.n++] = s[i];
-    }
-    const size_t n_name = out.n;
-    Tok__CallReader c = { .s = s, .n = n, .i = brace, .out = &out };
-    if (brace < n) tok__call_value(&c);
-    else tok__literal(&out, "{}");
-    if (c.failed) {
-        tok_text_free(&out);
-        return 0;
-    }
-    char *block = realloc(out.s, out.n);              // frees the unused memory
-    if (block) out.s = block;
-    r->calls[r->n_calls++] = (TokCall){ { out.s, n_name }, { out.s + n_name, out.n - n_name } };
-    return 0;
+    char *s = calls ? malloc(name.n + arguments.n) : NULL;
+    if (!s) return tok__fail(t, "out of memory for a tool call");
+    memcpy(s, name.s, name.n);
+    memcpy(s + name.n, arguments.s, arguments.n);
+    r->calls[r->n_calls++] = (TokCall){ { s, name.n }, { s + name.n, arguments.n } };
+    return 1;
 }
+
+// Finds the name and the arguments of a call that is a JSON object. inner: it is a member of another one. False: it is
+// no call, or it has other members, which would be lost.
+static bool tok__call_fields(const GgufJson *object, bool inner, GgufJson *name, GgufJson *arguments) {
+    GgufJson rest = *object, key, v;
+    bool typed = false;
+    if (object->type != GGUF_J_OBJECT) return false;
+    while (gguf_json_next(&rest, &key, &v)) {
+        const bool text = v.type == GGUF_J_STRING, none = arguments->type == TOK__MISSING;
+        const bool is_arguments = gguf_json_is(&key, "arguments") || gguf_json_is(&key, "parameters");
+        if (gguf_json_is(&key, "name") && text && name->type == TOK__MISSING) *name = v;
+        else if (is_arguments && (text || v.type == GGUF_J_OBJECT) && none) *arguments = v;
+        else if (gguf_json_is(&key, "type") && gguf_json_is(&v, "function") && !typed) typed = true;
+        else if (inner || !gguf_json_is(&key, "function") || !none || !tok__call_fields(&v, true, name, arguments))
+            return false;
+    }
+    return name->type != TOK__MISSING && arguments->type != TOK__MISSING;
+}
+
+// Adds a call that is a JSON object; its arguments may be JSON in a string. Returns 1; 0: no call; -1: out of memory.
+static int tok__add_object(Tokenizer *t, TokReply *r, const GgufJson *object) {
+    GgufJson name = { TOK__MISSING, NULL, 0 }, arguments = name, v;
+    TokText text = { 0 };
+    const char *err;
+    size_t err_at;
+    if (!tok__call_fields(object, false, &name, &arguments)) return 0;
+    if (!tok__room(&text, name.n + arguments.n)) return tok__fail(t, "out of memory for a tool call");
+    const size_t n_name = gguf_json_string(&name, text.s);
+    char *s = text.s + n_name;
+    size_t n = arguments.n;
+    if (arguments.type == GGUF_J_STRING) n = gguf_json_string(&arguments, s);
+    else memcpy(s, arguments.s, n);
+    const bool ok = n_name && gguf_json_parse(s, n, &v, &err_at, &err) == 0 && v.type == GGUF_J_OBJECT;
+    const int rc = ok ? tok__add_call(t, r, (TokStr){ text.s, n_name }, (TokStr){ s, n }) : 0;
+    tok_text_free(&text);
+    return rc;
+}
+
+// Reads a call that is an object, or a list of them, at s[i]. Returns as tok__add_object.
+static int tok__read_object(Tokenizer *t, TokReply *r, Tok__CallReader *c) {
+    const int before = r->n_calls;
+    const char *err;
+    size_t err_at;
+    GgufJson v, rest;
+    c->depth = 0;
+    c->out->n = 0;
+    if (!tok__call_brackets(c) || gguf_json_parse(c->out->s, c->out->n, &v, &err_at, &err) < 0) return 0;
+    if (v.type == GGUF_J_OBJECT) return tok__add_object(t, r, &v);
+    int rc = 0;
+    for (rest = v; gguf_json_next(&rest, NULL, &v) && (rc = tok__add_object(t, r, &v)) > 0; ) { }
+    while (rc <= 0 && r->n_calls > before) free((void *)(uintptr_t)r->calls[--r->n_calls].name.s);
+    return rc;
+}
+
+// The length of `call:` at s[i], with blanks; 0: there is none. *word: the bytes of `call` and the blanks after it.
+static size_t tok__call_prefix(const Tok__CallReader *c, size_t i, size_t *word) {
+    *word = 0;
+    if (i > 0 && tok__is_word_byte(c->s[i - 1])) return 0;
+    for (size_t k = 0; k < 4; k++) if (i + k >= c->n || (c->s[i + k] | 32) != "call"[k]) return 0;
+    const size_t j = tok__skip(c, i + 4, false);
+    *word = j - i;
+    return j < c->n && c->s[j] == ':' ? tok__skip(c, j + 1, false) - i : 0;
+}
+
+// Reads a call at s[i]. first: at the beginning of the block, or after another call. Returns as tok__add_object.
+static int tok__read_call(Tokenizer *t, TokReply *r, Tok__CallReader *c, bool first) {
+    const char *s = c->s;
+    const size_t start = c->i;
+    if (first && tok__is_one_of(s[start], "{[")) return tok__read_object(t, r, c);
+    size_t word, from = start, next;
+    const size_t prefix = tok__call_prefix(c, start, &word);
+    if (!prefix && !first) return 0;
+    if (prefix) from += prefix;
+    else if (s[from] == ':') from = tok__skip(c, from + 1, false);
+    else if (word > 4 && from + word < c->n && tok__is_word_byte(s[from + word])) from += word;
+    const char quote = tok__quote_at(c, from);
+    const char *end = quote ? memchr(s + from + 1, quote, c->n - from - 1) : NULL;
+    size_t to = from;
+    while (!end && to < c->n && (tok__is_word_byte(s[to]) || tok__is_one_of(s[to], "-./:$@#+"))) to++;
+    if (end) from++, to = (size_t)(end - s);
+    next = tok__skip(c, to + (end != NULL), false);
+    if (next < c->n && (unsigned char)s[next] == TOK__DELIMITER) next++;
+    while (!end && to > from && s[to - 1] == ':') to--;
+
+    TokStr arguments = { "{}", 2 };
+    bool ok = to > from && tok__call_body(c, next);
+    if (ok) {
+        arguments = (TokStr){ c->out->s, c->out->n };
+    } else if (prefix && first && to > from && ((next >= c->tail && !c->cut) ||
+                                                tok__call_prefix(c, tok__skip(c, next, true), &word))) {
+        ok = true;
+        c->i = next;
+    } else if (prefix) {
+        const char *brace = from < c->n ? memchr(s + from, '{', c->n - from) : NULL;
+        next = to = brace ? (size_t)(brace - s) : from;
+        while (to > from && (tok__is_blank(s[to - 1]) || tok__is_one_of(s[to - 1], ":="))) to--;
+        ok = to > from && tok__call_body(c, next);
+        for (size_t i = from; ok && i < to; i++) ok = (unsigned char)s[i] >= 0x20;
+        arguments = (TokStr){ c->out->s, c->out->n };
+    }
+    ok &= !memchr(s + from, TOK__DELIMITER, to - from);
+    return ok ? tok__add_call(t, r, (TokStr){ s + from, to - from }, arguments) : 0;
+}
+
+// ---- chat: answer ---------------------------------------------------------------------------------------------------
 
 // Appends characters to the content, the thought or the call, by state.
 static bool tok__reply_text(TokReply *r, const char *s, size_t n) {
@@ -1956,6 +2267,66 @@ static bool tok__reply_text(TokReply *r, const char *s, size_t n) {
     if (shown) r->thought.n += r->held + shown;
     r->held = shown ? n - shown : r->held + n;
     return true;
+}
+
+// Skips what may be around calls: blanks, commas, closing brackets, quotes, marks and code fences.
+static size_t tok__skip_around(const Tok__CallReader *c, size_t i) {
+    for (; i < c->n; i++) {
+        const bool fence = c->n - i >= 3 && !memcmp(c->s + i, "```", 3);
+        size_t word = i + 3;                          // the line of an opening fence names the language
+        while (fence && word < c->n && tok__is_word_byte(c->s[word])) word++;
+        if (fence) i = word < c->n && c->s[word] == '\n' ? word : i + 2;
+        else if (!tok__is_blank(c->s[i]) && !tok__is_one_of(c->s[i], ",}])") && !tok__quote_at(c, i)) break;
+    }
+    return i;
+}
+
+// Passes s[from..to) of the block on as content, a mark as a quote.
+static bool tok__call_content(TokReply *r, size_t from, size_t to) {
+    while (from < to && tok__is_blank(r->call.s[from])) from++;
+    for (size_t i = from; i < to; i++)
+        if ((unsigned char)r->call.s[i] == TOK__DELIMITER) r->call.s[i] = '"';
+    return from == to || tok__reply_text(r, r->call.s + from, to - from);
+}
+
+// Reads the block that has ended: its calls are added, other text becomes content. The reply is in TOK__CONTENT. cut:
+// the answer ended inside the block.
+static int tok__end_call(Tokenizer *t, TokReply *r, bool cut) {
+    TokText out = { 0 };
+    Tok__CallReader c = { .s = r->call.s, .n = r->call.n, .tail = r->call.n, .out = &out, .tries = TOK__CALL_TRIES,
+                          .cut = cut };
+    // A byte becomes at most 6; an opening bracket or a member may add six quotes, brackets, commas and colons.
+    if (c.n > SIZE_MAX / 32 || !tok__room(&out, 10 * c.n + 16)) return tok__fail(t, "out of memory for a tool call");
+    for (int k = 0; c.tail > 0; c.tail--) {
+        const char last = c.s[c.tail - 1];
+        if (!tok__is_blank(last) && !(tok__is_one_of(last, "}])") && k++ < TOK__CALL_DEPTH)) break;
+    }
+    size_t from = 0, word;                            // s[from..) is not passed on yet
+    int depth = 0, rc = 0;                            // depth: brackets that are open in text
+    bool first = true;                                // a call may begin here without `call:`
+    for (size_t i = tok__skip_around(&c, 0); i < c.n && rc >= 0; ) {
+        c.i = i;
+        const bool begins = c.tries && (first || (!depth && tok__call_prefix(&c, i, &word)));
+        rc = begins ? tok__read_call(t, r, &c, first) : 0;
+        if (rc > 0) {
+            if (!first && !tok__call_content(r, from, i)) rc = tok__fail(t, "out of memory for a reply");
+            r->after_call = true;
+            from = c.i;
+            i = tok__skip_around(&c, from);
+            if (i == c.n) from = c.n;
+            first = true;
+            depth = 0;
+        } else {
+            if (begins) tok__search_failed(&c);
+            first &= c.s[i] == '[';                   // perhaps of a list of calls
+            depth += !first && tok__is_one_of(c.s[i], "([{");
+            depth -= depth && tok__is_one_of(c.s[i], ")]}");
+            i++;
+        }
+    }
+    tok_text_free(&out);
+    if (rc >= 0 && !tok__call_content(r, from, c.n)) rc = tok__fail(t, "out of memory for a reply");
+    return rc < 0 ? -1 : 0;
 }
 
 // Enters a state. Pending bytes of the old state are flushed: they are not a character.
@@ -1997,28 +2368,30 @@ int tok_reply_push(Tokenizer *t, TokReply *r, int32_t id) {
         r->finish = r->n_calls ? TOK_TOOL_CALLS : TOK_STOP;
         return 1;
     }
-    if (id == t->channel_open) {
-        if (in_call) return 0;
+    if (id == t->channel_open) {                      // after a whole call, ends it
+        const TokStr call = tok_trim((TokStr){ r->call.s, r->call.n });
+        if (in_call && !(call.n && tok__is_one_of(call.s[call.n - 1], "})"))) return 0;
+        if (tok__reply_enter(t, r, TOK__CONTENT) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
         r->after_call = false;
         return tok__reply_enter(t, r, TOK__THOUGHT);
     }
     if (id == t->channel_close) return r->state == TOK__THOUGHT ? tok__reply_enter(t, r, TOK__CONTENT) : 0;
     if (id == t->call_open) {                         // ends a call that is still open
-        if (tok__reply_enter(t, r, TOK__CALL) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
+        if (tok__reply_enter(t, r, TOK__CONTENT) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
         r->call.n = 0;
-        return 0;
+        return tok__reply_enter(t, r, TOK__CALL);
     }
     if (id == t->call_close) {
         if (!in_call) return 0;
-        r->after_call = true;
-        return tok__reply_enter(t, r, TOK__CONTENT) < 0 ? -1 : tok__end_call(t, r, true);
+        return tok__reply_enter(t, r, TOK__CONTENT) < 0 ? -1 : tok__end_call(t, r, false);
     }
-    if (in_call && id == t->quote) {
-        const char delimiter = (char)TOK__DELIMITER;
-        if (tok__reply_enter(t, r, TOK__CALL) < 0) return -1;
-        return tok_text_append(&r->call, &delimiter, 1) ? 0 : tok__fail(t, "out of memory for a reply");
+    size_t n;
+    if (id == t->quote) {
+        n = tok_stream_flush(&r->stream, r->piece.s, r->piece.cap);
+        r->piece.s[n++] = in_call ? (char)TOK__DELIMITER : '"';
+    } else {
+        n = tok_stream_push(t, &r->stream, id, false, r->piece.s, r->piece.cap);
     }
-    const size_t n = tok_stream_push(t, &r->stream, id, id == t->quote, r->piece.s, r->piece.cap);
     return tok__reply_text(r, r->piece.s, n) ? 0 : tok__fail(t, "out of memory for a reply");
 }
 
@@ -2026,7 +2399,7 @@ int tok_reply_end(Tokenizer *t, TokReply *r) {
     if (r->finish != TOK_RUNNING) return 0;
     const bool in_call = r->state == TOK__CALL;
     if (!tok__room(&r->piece, t->stream_cap)) return tok__fail(t, "out of memory for a reply");
-    if (tok__reply_enter(t, r, TOK__CONTENT) < 0 || (in_call && tok__end_call(t, r, false) < 0)) return -1;
+    if (tok__reply_enter(t, r, TOK__CONTENT) < 0 || (in_call && tok__end_call(t, r, true) < 0)) return -1;
     r->finish = TOK_LENGTH;
     return 0;
 }

@@ -192,7 +192,7 @@ static bool same_call(Tokenizer *t, TokIds a, TokIds b) {
         tok_reply_start(t, &reply[i], NULL, 0);
         for (size_t k = 0; k < ids[i].n; k++)
             if (tok_reply_push(t, &reply[i], ids[i].ids[k]) < 0) die("%s", t->err);
-        ok = ok && reply[i].n_calls == 1 &&
+        ok = ok && reply[i].n_calls == 1 && !reply[i].content.n &&
              gguf_json_parse(reply[i].calls->arguments.s, reply[i].calls->arguments.n, &args[i], &byte, &why) == 0;
     }
     ok = ok && reply[0].calls->name.n == reply[1].calls->name.n &&

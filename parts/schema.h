@@ -295,8 +295,8 @@ static int expr_quoted(Grammar *g, TokStr s) {         // a string in a call
 // A key. In a call it is quoted only if the parser of calls would misread it without quotes.
 static int expr_key(Grammar *g, TokStr s, bool call) {
     if (!call) return expr_json_string(g, s);
-    bool bare = s.n > 0 && !memchr(s.s, ':', s.n) && !strchr("\"}],", s.s[0]) && tok_trim(s).n == s.n;
-    for (size_t i = 0; i < s.n; i++) bare &= (unsigned char)s.s[i] > 0x20;
+    bool bare = s.n > 0;
+    for (size_t i = 0; i < s.n; i++) bare &= (unsigned char)s.s[i] > 0x20 && !strchr(":=,{}[]()\"'", s.s[i]);
     return bare ? expr_text(g, s.s, s.n) : expr_quoted(g, s);
 }
 

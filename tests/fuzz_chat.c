@@ -2,10 +2,12 @@
  *
  * The first byte selects the kind. 0 mod 3: the rest is the JSON of messages, a NUL, and the JSON of tools, as a client
  * sends them. 1 mod 3: the rest generates messages and tools that are valid JSON with correct names and correct or
- * wrong types. 2 mod 3: the rest are ids of a reply. Every prompt's text must equal the text of its ids; replies must
- * be UTF-8 and never shrink, and their arguments must be JSON objects. */
+ * wrong types. 2 mod 3: the rest are ids of a reply; with bit 7 of the second byte it generates tool calls as models
+ * write them, and mutations of them. Every prompt's text must equal the text of its ids; replies must be UTF-8 and never
+ * shrink, their arguments must be JSON objects, and no byte of a block of calls may be lost. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "fuzz.h"
+#include "calls.h"
 
 static Tokenizer t;                     // the small vocabulary, for every input
 
@@ -24,12 +26,26 @@ static void read_reply(const int32_t *prompt, size_t n_prompt, const int32_t *id
     int rc = 0;
     for (size_t i = 0; i < n && rc == 0; i++) {
         const size_t content = r.content.n, thought = r.thought.n;
+        const int n_calls = r.n_calls;
+        const bool may_end = r.state == TOK__CALL && tok_piece(&t, ids[i], false).n == 0;
+        TokText block = { 0 };
+        NEED(!may_end || tok_text_append(&block, r.call.s, r.call.n));
         rc = tok_reply_push(&t, &r, ids[i]);
+        if (may_end && (r.state != TOK__CALL || ids[i] == t.call_open))
+            NEED(block_is_kept(block.s, block.n, &r, n_calls, content));
+        tok_text_free(&block);
         NEED(rc >= 0 && r.content.n >= content && r.thought.n >= thought && (rc == 1) == (r.finish != TOK_RUNNING));
         check_utf8(&r.content, content);
         check_utf8(&r.thought, thought);
     }
+    const size_t content = r.content.n;
+    const int n_calls = r.n_calls;
+    const bool cut = r.state == TOK__CALL;
+    TokText block = { 0 };
+    NEED(!cut || tok_text_append(&block, r.call.s, r.call.n));
     NEED(tok_reply_end(&t, &r) == 0 && r.finish != TOK_RUNNING);
+    NEED(!cut || block_is_kept(block.s, block.n, &r, n_calls, content));
+    tok_text_free(&block);
     check_utf8(&r.content, 0);
     for (int i = 0; i < r.n_calls; i++) {
         const char *err;
@@ -182,6 +198,23 @@ static void draw_prompt(Bytes *b, unsigned flags) {
     tok_text_free(&tools);
 }
 
+// A block of calls, mutated, whose end may be missing.
+static void draw_calls(const uint8_t *bytes, size_t n, unsigned flags) {
+    TokText block = { 0 };
+    TokIds ids = { 0 };
+    draw_block(&block, &(CallBytes){ bytes, n - n / 4, 0 });
+    mutate_block(&block, &(CallBytes){ bytes + n - n / 4, n / 4, 0 });
+    NEED(tok_push_id(&t, &ids, t.call_open) == 0);
+    for (size_t i = 0; i < block.n; i++) {
+        const unsigned char byte = (unsigned char)block.s[i];
+        NEED(tok_push_id(&t, &ids, byte == TOK__DELIMITER ? t.quote : t.byte_id[byte]) == 0);
+    }
+    NEED(flags & 1 || tok_push_id(&t, &ids, t.call_close) == 0);
+    read_reply(NULL, 0, ids.ids, ids.n);
+    tok_ids_free(&ids);
+    tok_text_free(&block);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     if (!t.n_tokens) make_built_in(&t);
     if (size < 2) return 0;
@@ -196,6 +229,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         make_prompt(messages, tools, flags);
     } else if (kind == 1) {
         draw_prompt(&(Bytes){ bytes, size, 0 }, flags);
+    } else if (flags & 0x80) {
+        draw_calls(bytes, size, flags);
     } else {
         // A byte below 0xC0 is its byte token; others are a token after the byte tokens: a marker, a word, or an
         // invalid id.

@@ -1,7 +1,7 @@
 /* test_chat.c - rendering prompts and parsing answers: tokenizer.h against the reference results in
  * tests/golden/gemma4-chat.jsonl.gz and gemma4-parse.jsonl.gz, and against properties: a rendered answer is parsed back
- * to the same, no text can insert a marker, the pieces of a stream do not change the result, running out of memory is
- * always reported.
+ * to the same, no text can insert a marker, the pieces of a stream do not change the result, tool calls are read in all
+ * the forms in which models write them and lose no byte, running out of memory is always reported.
  *
  * Uses models/gemma4-mini-q8_0.gguf for the properties and Gemma 4's vocabulary for the test vectors. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap; popen
@@ -21,6 +21,7 @@ static void *test_realloc(void *p, size_t n) { return out_of_memory() ? NULL : r
 #undef realloc
 #include "test.h"
 #include "vocab.h"
+#include "calls.h"
 
 #define MODEL "models/gemma4-mini-q8_0.gguf"
 #define Q "<|\"|>"
@@ -182,8 +183,11 @@ static void check_reply(const TokReply *r, const GgufJson *row, const char *name
     static const char *const finish[] = { "running", "stop", "tool_calls", "length" };
     const TokStr content = text_field(row, "content"), thought = text_field(row, "reasoning");
     const TokStr why = text_field(row, "finish");
-    CHECK(same_text(content, text_of(&r->content)), "%s: content \"%.*s\", want \"%s\"", name,
-          (int)r->content.n, r->content.s, content.s);
+    // the reference drops a text that is no call, and shows <|"|> in content
+    const char *want = !strcmp(name, "call_bad") ? "nonsense" : !strcmp(name, "literal_delim_in_content") ? "a\"b"
+                     : content.s;
+    CHECK(same_text(str(want), text_of(&r->content)), "%s: content \"%.*s\", want \"%s\"", name,
+          (int)r->content.n, r->content.s, want);
     CHECK(same_text(thought, text_of(&r->thought)), "%s: thought \"%.*s\", want \"%s\"", name,
           (int)r->thought.n, r->thought.s, thought.s);
     CHECK(!strcmp(finish[r->finish], why.s), "%s: finish %s, want %s", name, finish[r->finish], why.s);
@@ -464,29 +468,34 @@ static void test_templates(const TokVocab *file) {
 
 // ---- answers without test vectors -----------------------------------------------------------------------------------
 
-// Parses an answer with markers, after a prompt with markers; its first call must have these arguments (NULL: no call).
-static void check_call(Tokenizer *t, const char *answer, const char *arguments) {
+// Parses an answer with markers. bytes: in the smallest pieces.
+static void read_answer(Tokenizer *t, TokReply *r, const char *answer, bool bytes) {
     TokIds ids = { 0 };
-    TokReply r = { 0 };
     CHECK(tok_encode(t, answer, strlen(answer), TOK_SPECIAL, &ids) == 0, "%s", t->err);
-    tok_reply_start(t, &r, NULL, 0);
+    tok_reply_start(t, r, NULL, 0);
     int rc = 0;
-    for (size_t i = 0; i < ids.n && rc == 0; i++) rc = push(t, &r, ids.ids[i]);
-    CHECK(tok_reply_end(t, &r) == 0, "%s", t->err);
-    CHECK(r.n_calls == (arguments != NULL), "%.200s: %d calls", answer, r.n_calls);
-    if (arguments && r.n_calls == 1)
-        CHECK(same_text(r.calls[0].arguments, str(arguments)), "%.200s: want %.200s, got %.*s", answer, arguments,
-              (int)r.calls[0].arguments.n, r.calls[0].arguments.s);
-    for (int i = 0; i < r.n_calls; i++) {
-        GgufJson v;
-        size_t err_at;
-        const char *err;
-        const TokStr a = r.calls[i].arguments;
-        const bool ok = gguf_json_parse(a.s, a.n, &v, &err_at, &err) == 0 && v.type == GGUF_J_OBJECT;
-        CHECK(ok, "%.200s: arguments are no JSON object", answer);
+    for (size_t i = 0; i < ids.n && rc == 0; i++) rc = (bytes ? push_bytes : push)(t, r, ids.ids[i]);
+    CHECK(tok_reply_end(t, r) == 0, "%s", t->err);
+    tok_ids_free(&ids);
+}
+
+static bool is_object(TokStr s) {
+    GgufJson v;
+    size_t err_at;
+    const char *err;
+    return gguf_json_parse(s.s, s.n, &v, &err_at, &err) == 0 && v.type == GGUF_J_OBJECT;
+}
+
+// Parses an answer with markers; its only call must have these arguments.
+static void check_call(Tokenizer *t, const char *answer, const char *arguments) {
+    TokReply r = { 0 };
+    read_answer(t, &r, answer, false);
+    if (CHECK(r.n_calls == 1, "%.200s: %d calls", answer, r.n_calls)) {
+        const TokStr got = r.calls[0].arguments;
+        CHECK(same_text(got, str(arguments)), "%.200s: want %.200s, got %.*s", answer, arguments, (int)got.n, got.s);
+        CHECK(is_object(got), "%.200s: arguments are no JSON object", answer);
     }
     tok_reply_free(&r);
-    tok_ids_free(&ids);
 }
 
 // head, n times open, n times close, tail; ' stands for ".
@@ -501,44 +510,274 @@ static char *nested(const char *open, int n, const char *close, const char *head
     return s;
 }
 
-static void test_calls(Tokenizer *t) {
 #define OPEN "<|tool_call>"
 #define END  "<tool_call|>"
+
+// What a block is read as: NAME ARGUMENTS for each call, then | CONTENT.
+static void put_reading(TokText *out, const TokReply *r) {
+    for (int i = 0; i < r->n_calls; i++) {
+        if (i) put(out, " ");
+        tok_text_append(out, r->calls[i].name.s, r->calls[i].name.n);
+        put(out, " ");
+        tok_text_append(out, r->calls[i].arguments.s, r->calls[i].arguments.n);
+    }
+    if (r->content.n) put(out, r->n_calls ? " | " : "| ");
+    tok_text_append(out, r->content.s, r->content.n);
+}
+
+// Forms of calls. In a block ~ stands for <|"|>, and ^ for ".
+static void test_written_calls(Tokenizer *t) {
+    static const struct { const char *block, *want; } closed[] = {
+        { "call:get{city:~Paris~}", "get {^city^:^Paris^}" },
+        { ":search{q:1}", "search {^q^:1}" },
+        { "search{q:~x~}", "search {^q^:^x^}" },
+        { "call search{q:1}", "search {^q^:1}" },
+        { "Call : f { q : 1 }", "f {^q^:1}" },
+        { "call:search:{^q^:1}", "search {^q^:1}" },
+        { "call:^search^{q:1}", "search {^q^:1}" },
+        { "^call:f{a:1}^", "f {^a^:1}" },
+        { "call:my tool{a:1}", "my tool {^a^:1}" },
+        { "call:ns.tool-x/y_1{a:1}", "ns.tool-x/y_1 {^a^:1}" },
+        { "call:größe{ü:é}", "größe {^ü^:^é^}" },
+        { "call:terminal(command:~ls -a~)", "terminal {^command^:^ls -a^}" },
+        { "call:f(a=1, b=2)", "f {^a^:1,^b^:2}" },
+        { "f(a='x', b=[^p^, ^q^], c={'k': None})", "f {^a^:^x^,^b^:[^p^,^q^],^c^:{^k^:null}}" },
+        { "call:f({^a^:1})", "f {^a^:1}" },
+        { "call:f{{a:1}}", "f {^a^:1}" },
+        { "call:move{command:~look~angle:90}", "move {^command^:^look^,^angle^:90}" },
+        { "call:f{a:~x~ b:~y~}", "f {^a^:^x^,^b^:^y^}" },
+        { "call:f{l:[1,2]b:3}", "f {^l^:[1,2],^b^:3}" },
+        { "call:f{a:1 b:2}", "f {^a^:1,^b^:2}" },
+        { "call:f{city:Paris unit:celsius}", "f {^city^:^Paris^,^unit^:^celsius^}" },
+        { "call:f{\n  a : 1\n  b : x y\n}\n", "f {^a^:1,^b^:^x y^}" },
+        { "call:f{a:[^x^ 'y']}", "f {^a^:[^x^,^y^]}" },
+        { "call:save{save_as=~r.docx~,n:3}", "save {^save_as^:^r.docx^,^n^:3}" },
+        { "call:f{a=~x~, b=~y~}", "f {^a^:^x^,^b^:^y^}" },
+        { "call:f{a:'x',b:'it's here',c:'\\'',d:^say ^hi^ now^}",
+          "f {^a^:^x^,^b^:^it's here^,^c^:^'^,^d^:^say \\^hi\\^ now^}" },
+        { "call:f{body:^{^a^:^b^}^,n:1}", "f {^body^:^{\\^a\\^:\\^b\\^}^,^n^:1}" },
+        { "call:f{a:^x, l:[^y^,^z^]}", "f {^a^:^x^,^l^:[^y^,^z^]}" },
+        { "call:f{q:hello, world,r:1}", "f {^q^:^hello, world^,^r^:1}" },
+        { "call:f{q:note to self: buy milk, r:2}", "f {^q^:^note to self: buy milk^,^r^:2}" },
+        { "call:f{m:don't, n:won't}", "f {^m^:^don't^,^n^:^won't^}" },
+        { "call:f{a:[^x, y^, 'z', ~w~], b:{^c^:d}}", "f {^a^:[^x, y^,^z^,^w^],^b^:{^c^:^d^}}" },
+        { "call:f{url:https://x.y/z?a=b,c,at:12:30}", "f {^url^:^https://x.y/z?a=b,c^,^at^:^12:30^}" },
+        { "call:f{url:see https://x.y, c=d, t:12:30:45}", "f {^url^:^see https://x.y, c=d^,^t^:^12:30:45^}" },
+        { "call:f{date:2024-01-02 time:12:30}", "f {^date^:^2024-01-02^,^time^:^12:30^}" },
+        { "call:f{command:dd if=/dev/zero of=x, n:1}", "f {^command^:^dd if=/dev/zero of=x^,^n^:1}" },
+        { "call:f{path:C:\\dir\\file,q:^C:\\dir\\^}", "f {^path^:^C:\\\\dir\\\\file^,^q^:^C:\\\\dir\\\\^}" },
+        { "call:f{code:if (x) { y: 1, z: 2 } else { w }, n:1}", "f {^code^:^if (x) { y: 1, z: 2 } else { w }^,^n^:1}" },
+        { "call:f{s:~a {b}, [c: ^d^~,t:smile :)}", "f {^s^:^a {b}, [c: \\^d\\^^,^t^:^smile :)^}" },
+        { "call:f{text:1) milk 2) eggs,n:2}", "f {^text^:^1) milk 2) eggs^,^n^:2}" },
+        { "call:f{q:a ( b, r:1}", "f {^q^:^a ( b^,^r^:1}" },
+        { "call:f{a:5 apples, b:2}", "f {^a^:^5 apples^,^b^:2}" },
+        { "call:f{a:~x~ junk, b:1}", "f {^a^:^x junk^,^b^:1}" },
+        { "call:f{a:[1,2] or so, b:{c}}", "f {^a^:^[1,2] or so^,^b^:^{c}^}" },
+        { "call:f{a:~x~, junk}", "f {^a^:^x, junk^}" },
+        { "call:f{a:True,b:False,c:None,d:true,e:null,f:tru}",
+          "f {^a^:true,^b^:false,^c^:null,^d^:true,^e^:null,^f^:^tru^}" },
+        { "call:f{a:1e5,b:-0,c:007,d:12345678901234567890123,e:.5,f:+1}",
+          "f {^a^:1e5,^b^:-0,^c^:^007^,^d^:12345678901234567890123,^e^:^.5^,^f^:^+1^}" },
+        { "call:f{^a^: 1, ^b^: [1,{^c^:[]}], ^d^: {^e^: ^f, g^}}", "f {^a^:1,^b^:[1,{^c^:[]}],^d^:{^e^:^f, g^}}" },
+        { "call:f{a:{b:{c:[1,{d:x}]}},e:[a, b c, 'd']}", "f {^a^:{^b^:{^c^:[1,{^d^:^x^}]}},^e^:[^a^,^b c^,^d^]}" },
+        { "call:f{a b:1,last name:~x~,filter[name]:2}", "f {^a b^:1,^last name^:^x^,^filter[name]^:2}" },
+        { "call:f{a:1}call:g{b:2}", "f {^a^:1} g {^b^:2}" },
+        { "call:f{a:1}, call:g(b=2)\ncall:h", "f {^a^:1} g {^b^:2} h {}" },
+        { "[f(a=1), g(b='x')]", "f {^a^:1} g {^b^:^x^}" },
+        { "I will search. call:search{q:1} and more", "search {^q^:1} | I will search. and more" },
+        { "call:f{a:1}} bye", "f {^a^:1} | } bye" },
+        { "{^name^:^f^,^arguments^:{^a^:1}}", "f {^a^:1}" },
+        { "```json\n{^name^:^f^,^parameters^:{^a^:^x y^}}\n```", "f {^a^:^x y^}" },
+        { "[{^name^:^f^,^arguments^:{^a^:1}},{^name^:^g^,^arguments^:^{\\^b\\^:2}^}]", "f {^a^:1} g {^b^:2}" },
+        { "{^type^:^function^,^function^:{^name^:^f^,^arguments^:{}}}", "f {}" },
+        { "{^name^:^Bob^,^age^:3}", "| {^name^:^Bob^,^age^:3}" },
+        { "{^name^:^f^,^arguments^:^x^}", "| {^name^:^f^,^arguments^:^x^}" },
+        { "call:f{q:~hello}", "f {^q^:^hello^}" },
+        { "call:f{q:~hello,r:1}", "f {^q^:^hello^,^r^:1}" },
+        { "call:f{q:~abc,y:~d~}", "f {^q^:^abc^,^y^:^d^}" },
+        { "call:f{q:hello~,r:1}", "f {^q^:^hello^,^r^:1}" },
+        { "call:f{q:^hello, world}", "f {^q^:^hello, world^}" },
+        { "call:f{cmd:curl -H 'Accept: a, b: c' ^x, y:z^, cwd:/tmp}",
+          "f {^cmd^:^curl -H 'Accept: a, b: c' \\^x, y:z\\^^,^cwd^:^/tmp^}" },
+        { "call:f{a~:~x~,~b:~y~}", "f {^a^:^x^,^b^:^y^}" },
+        { "call:f{^a: 1, ^b^: 2}", "f {^a^:1,^b^:2}" },
+        { "call:f~{q:hello ~, r:~x~}", "f {^q^:^hello^,^r^:^x^}" },
+        { "call:f = {a:1}; call:g{}", "f {^a^:1} g {} | ; " },
+        { "call:f{b:x~c~}", "f {^b^:^xc^}" },
+        { "call:f{a:[1,2}", "f {^a^:[1,2]}" },
+        { "call:f(a=1}", "f {^a^:1}" },
+        { "call:f{a:~x~", "f {^a^:^x^}" },
+        { "call:f", "f {}" },
+        { "f()", "f {}" },
+        { "call:f{a:1,}", "f {^a^:1}" },
+        { "call:f{a:,b:}", "f {^a^:^^,^b^:^^}" },
+        { "call:todo prose here", "| call:todo prose here" },
+        { "call:todo prose {like this}", "| call:todo prose {like this}" },
+        { "call:f(^x^)", "| call:f(^x^)" },
+        { "call:f{^x^,~y~}", "| call:f{^x^,^y^}" },
+        { "nonsense", "| nonsense" },
+        { "call:", "| call:" },
+        { "call:~{}", "| call:^{}" },
+    }, cut[] = {                                       // no end marker: the token limit
+        { "call:f{a:~x~,b:2", "f {^a^:^x^,^b^:2}" },
+        { "call:f{a:~x~,b", "f {^a^:^x^,^b^:^^}" },
+        { "call:f{a:1,~b", "f {^a^:1,^b^:^^}" },
+        { "call:f{q:hello, wor", "f {^q^:^hello, wor^}" },
+        { "call:f{s:~int f(a, b) { x = 1, y: 2 }", "f {^s^:^int f(a, b) { x = 1, y: 2 }^}" },
+        { "call:f{s:^ab\\", "f {^s^:^ab\\\\^}" },
+        { "call:f{a:[1,{b:~x", "f {^a^:[1,{^b^:^x^}]}" },
+        { "call:f{a:", "f {^a^:^^}" },
+        { "call:f", "| call:f" },
+        { "call:f{a:1}call:g", "f {^a^:1} | call:g" },
+        { "cal", "| cal" },
+        { "{^name^:^f^,^arguments^:{^a^:1", "f {^a^:1}" },
+    };
+    TokReply r = { 0 };
+    const size_t n_closed = sizeof closed / sizeof *closed, n_cut = sizeof cut / sizeof *cut;
+    for (size_t i = 0; i < 2 * (n_closed + n_cut); i++) {
+        const bool is_cut = i / 2 >= n_closed;
+        const char *block = is_cut ? cut[i / 2 - n_closed].block : closed[i / 2].block;
+        const char *want = is_cut ? cut[i / 2 - n_closed].want : closed[i / 2].want;
+        TokText answer = { 0 }, got = { 0 };
+        put(&answer, OPEN);
+        for (const char *s = block; *s; s++)
+            if (*s == '~') put(&answer, Q);
+            else tok_text_append(&answer, *s == '^' ? "\"" : s, 1);
+        if (!is_cut) put(&answer, END);
+        tok_text_append(&answer, "", 1);
+        read_answer(t, &r, answer.s, i % 2);
+        put_reading(&got, &r);
+        for (size_t k = 0; k < got.n; k++) if (got.s[k] == '"') got.s[k] = '^';
+        CHECK(same_text(text_of(&got), str(want)), "%s %s\n  want %s\n  got  %.*s", is_cut ? "cut" : "", block, want,
+              (int)got.n, got.s);
+        tok_text_free(&answer);
+        tok_text_free(&got);
+    }
+    tok_reply_free(&r);
+}
+
+// Long blocks of repeated syntax, which must not take quadratic time.
+static void test_long_blocks(Tokenizer *t) {
+    static const char *const rows[][2] = {              // a start, once, and what is repeated after it
+        { "call:f{a:", "(" }, { "call:f{a:[", "[x] " }, { "call:f{", "a:^x," }, { "", "call:f{x " }, { "", "[" },
+        { "call:f{a:", "a:(," }, { "call:f{a:~", "~ x" }, { "call:f{a:'", "' a'" }, { "[[[[[~", "~[,x" }, { "", "f{}" },
+        { "call:f{a:[{b:(", "{a:{b} c," }, { "call:f{a:", "\n , " }, { "call:f{a:[", "{a:[1]}x" }, { "", "]-" },
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        TokReply r = { 0 };
+        TokText block = { 0 };
+        for (const char *s = rows[i][0]; block.n < 100000; s = *s && s[1] ? s + 1 : rows[i][1])
+            if (*s) tok_text_append(&block, *s == '^' ? "\"" : *s == '~' ? "\xFF" : s, 1);
+        tok_reply_start(t, &r, NULL, 0);
+        push(t, &r, t->call_open);
+        CHECK(tok_text_append(&r.call, block.s, block.n) && push(t, &r, t->call_close) == 0 &&
+              block_is_kept(block.s, block.n, &r, 0, 0), "a long block of %s", rows[i][1]);
+        tok_text_free(&block);
+        tok_reply_free(&r);
+    }
+}
+
+// Markers where they do not belong: none is in the text. After # is the thought.
+static void test_stray_markers(Tokenizer *t) {
+    static const struct { const char *answer, *want; } rows[] = {
+        { OPEN "call:f{}" END "<|channel>thought\n<channel|>", "f {}" },
+        { OPEN "call:f{}" END "<|channel>", "f {}" },
+        { OPEN "call:f{}" END "<channel|>\nbye<turn|>", "f {} | bye" },
+        { OPEN "call:f{}" END END "\n" OPEN "call:g{}" END, "f {} g {}" },
+        { OPEN "call:f{}<|channel>thought\nhm\n<channel|>bye<turn|>", "f {} | bye # hm" },
+        { OPEN "call:f{a:<|channel>x<channel|>}" END, "f {\"a\":\"x\"}" },
+        { "<|channel>thought\nhm " OPEN "call:f{}" END " so<channel|> bye", "f {} | so bye # hm" },
+        { "<|channel>thought\nhm " OPEN "no call" END "<channel|> bye", "| no call bye # hm" },
+        { "x " OPEN "no call" END " y", "| x no call y" },
+        { "x" OPEN END "y", "| xy" },
+        { "a" Q "b<|tool>c<tool|>d<|think|>e" END "f<channel|>g<tool_response|>h<pad>i<turn|>", "| a\"bcdefghi" },
+    };
+    TokReply r = { 0 };
+    for (size_t i = 0; i < 2 * sizeof rows / sizeof *rows; i++) {
+        TokText got = { 0 };
+        read_answer(t, &r, rows[i / 2].answer, i % 2);
+        put_reading(&got, &r);
+        if (r.thought.n) put(&got, " # ");
+        tok_text_append(&got, r.thought.s, r.thought.n);
+        CHECK(same_text(text_of(&got), str(rows[i / 2].want)), "%s\n  want %s\n  got  %.*s", rows[i / 2].answer,
+              rows[i / 2].want, (int)got.n, got.s);
+        tok_text_free(&got);
+    }
+    tok_reply_free(&r);
+}
+
+// Calls in random forms, mutated: no byte is lost, arguments are JSON, and other pieces of the same text are read the
+// same. LONG=1: 100,000 instead of 4,000.
+static void test_lost_bytes(Tokenizer *t) {
+    const char *all = getenv("LONG");
+    const int n = all && strcmp(all, "0") ? 100000 : 4000;
+    TokReply r[2];
+    memset(r, 0, sizeof r);
+    for (int k = 0; k < n; k++) {
+        uint8_t bytes[96];
+        for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (uint8_t)(rnd(1 << 24) >> 16);   // the high bits
+        TokText block = { 0 }, read[2] = { { 0 } };
+        TokIds ids = { 0 };
+        draw_block(&block, &(CallBytes){ bytes, 64, 0 });
+        mutate_block(&block, &(CallBytes){ bytes + 64, 32, 0 });
+        for (size_t i = 0, to; i < block.n; i = to) {
+            for (to = i; to < block.n && (unsigned char)block.s[to] != TOK__DELIMITER; ) to++;
+            tok_encode(t, block.s + i, to - i, TOK_PLAIN, &ids);
+            if (to < block.n) append(&ids, t->quote), to++;
+        }
+        const int32_t end = rnd(4) ? t->call_close : rnd(2) ? t->turn_close : -1;      // -1: cut
+        bool kept = true;
+        for (int pieces = 0; pieces < 2; pieces++) {
+            TokText text = { 0 };
+            tok_reply_start(t, &r[pieces], NULL, 0);
+            push(t, &r[pieces], t->call_open);
+            for (size_t i = 0; i < ids.n; i++) (pieces ? push_bytes : push)(t, &r[pieces], ids.ids[i]);
+            tok_text_append(&text, r[pieces].call.s, r[pieces].call.n);
+            if (end >= 0) push(t, &r[pieces], end);
+            CHECK(tok_reply_end(t, &r[pieces]) == 0, "%s", t->err);
+            kept &= block_is_kept(text.s, text.n, &r[pieces], 0, 0);
+            for (int i = 0; i < r[pieces].n_calls; i++) kept &= is_object(r[pieces].calls[i].arguments);
+            put_reading(&read[pieces], &r[pieces]);
+            tok_text_free(&text);
+        }
+        CHECK(kept && same_text(text_of(&read[0]), text_of(&read[1])), "mutation %d, end %d: %.*s\n  read as %.*s\n"
+              "  in other pieces %.*s", k, end, (int)block.n, block.s, (int)read[0].n, read[0].s, (int)read[1].n,
+              read[1].s);
+        tok_text_free(&block);
+        tok_text_free(&read[0]);
+        tok_text_free(&read[1]);
+        tok_ids_free(&ids);
+    }
+    tok_reply_free(&r[0]);
+    tok_reply_free(&r[1]);
+}
+
+static void test_calls(Tokenizer *t) {
     check_call(t, OPEN "call:f{a:,b:2}" END, "{\"a\":\"\",\"b\":2}");
     check_call(t, OPEN "call:f{a:1,,b:2,}" END, "{\"a\":1,\"b\":2}");
     check_call(t, OPEN "call:f{a:1]" END, "{\"a\":1}");
     check_call(t, OPEN "call:f{a:[1,[2,{b:3" END, "{\"a\":[1,[2,{\"b\":3}]]}");
-    check_call(t, OPEN "call:f{a:[1}x,b:2}" END, "{\"a\":[1],\"b\":2}");
+    check_call(t, OPEN "call:f{a:[1},b:2}" END, "{\"a\":[1],\"b\":2}");
     check_call(t, OPEN "call:f{a:01,b:-,c:1e5,d:+1,e:tru,f:null }" END,
                "{\"a\":\"01\",\"b\":\"-\",\"c\":1e5,\"d\":\"+1\",\"e\":\"tru\",\"f\":null}");
-    check_call(t, OPEN "call:f{a:" Q "x" Q " junk, b:1}" END, "{\"a\":\"x\",\"b\":1}");
-    check_call(t, OPEN "call:f{a:b" Q "c" Q "}" END, "{\"a\":\"b<|\\\"|>c<|\\\"|>\"}");
     check_call(t, OPEN "call:f{\"a\\n\":\"b\\q\\u12\\u00e9\tc\"}" END, "{\"a\\n\":\"b\\\\q\\\\u12\\u00e9\\tc\"}");
-    check_call(t, OPEN "call:f{\"a" END, "{}");
-    check_call(t, OPEN "call:f{a:1,b" END, "{\"a\":1}");
-    check_call(t, OPEN "call:f{a:1,b:" END, "{\"a\":1}");
-    check_call(t, OPEN "call:f{" Q "a" Q " 1,b:2}" END, "{\"b\":2}");
-    check_call(t, OPEN " call: f {}" END, "{}");
-    check_call(t, OPEN "call:f" END, "{}");
-    check_call(t, OPEN "call:f", NULL);                // the name may be incomplete
-    check_call(t, OPEN "call:f{", "{}");
-    check_call(t, OPEN "call:{}" END, NULL);
-    check_call(t, OPEN "call: " END, NULL);
-    check_call(t, OPEN END, NULL);
-    check_call(t, OPEN "Call:f{}" END, NULL);
     // markers in a call are not text
     check_call(t, OPEN "call:f{a:<|channel>x<channel|>y<bos>}" END, "{\"a\":\"xy\"}");
     char *deep[] = { nested("[", 250, "]", OPEN "call:f{a:", "}" END), nested("[", 250, "]", "{\"a\":", "}"),
-                     nested("[", 251, "]", OPEN "call:f{a:", "}" END), nested("{a:", 100000, "", OPEN "call:f", END),
-                     nested("[", 200000, "", OPEN "call:f{a:" Q, END) };
+                     nested("[", 300, "]", OPEN "call:f{a:", "}" END), nested("{a:", 100000, "", OPEN "call:f", END),
+                     nested("[", 200000, "", OPEN "call:f{a:" Q, END), nested("[", 200000, "", "{'a':'", "'}") };
     check_call(t, deep[0], deep[1]);
-    check_call(t, deep[2], NULL);                      // deeper than a message can be
-    check_call(t, deep[3], NULL);
-    for (size_t i = 0; i < 4; i++) free(deep[i]);
-    char *brackets = nested("[", 200000, "", "{\"a\":\"", "\"}");
-    check_call(t, deep[4], brackets);
-    free(brackets);
-    free(deep[4]);
+    check_call(t, deep[4], deep[5]);
+    for (size_t i = 2; i < 4; i++) {                   // what is deeper than a message can be is text
+        TokReply r = { 0 };
+        read_answer(t, &r, deep[i], false);
+        const TokStr got = r.n_calls == 1 ? r.calls[0].arguments : str("");
+        size_t n = 0;
+        for (size_t k = 0; k < got.n; k++) n += got.s[k] == '[' || got.s[k] == '{';
+        CHECK(is_object(got) && n == (i == 2 ? 301 : 100000), "deep %zu: %zu brackets", i, n);
+        tok_reply_free(&r);
+    }
+    for (size_t i = 0; i < 6; i++) free(deep[i]);
 
     // A second call before the end of the first one; and an open call at a stop id.
     TokIds ids = { 0 };
@@ -924,6 +1163,10 @@ int main(void) {
         if (CHECK(tok_init(&t, &f.v) == 0, "%s: %s", MODEL, t.err)) {
             test_rules(&t);
             test_calls(&t);
+            test_written_calls(&t);
+            test_stray_markers(&t);
+            test_lost_bytes(&t);
+            test_long_blocks(&t);
             test_round_trip(&t);
             test_injection(&t);
             test_random_ids(&t);

@@ -530,7 +530,7 @@ static void test_sampled(void) {
 
 #define TOOLS "[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\",\"parameters\":{\"type\":\"object\"," \
               "\"properties\":{\"unit\":{\"type\":\"string\",\"enum\":[\"celsius\",\"fahrenheit\"]}," \
-              "\"City\":{\"type\":\"string\"},\"days\":{\"type\":\"integer\",\"minimum\":1,\"maximum\":14}," \
+              "\"City\":{\"type\":\"string\"},\"days=\":{\"type\":\"integer\",\"minimum\":1,\"maximum\":14}," \
               "\"odd:key\":{\"type\":\"array\",\"items\":{\"type\":\"boolean\"}}},\"required\":[\"City\"]}}}," \
               "{\"type\":\"function\",\"function\":{\"name\":\"stop\"}}," \
               "{\"type\":\"function\",\"function\":{\"name\":\"any\",\"parameters\":{\"type\":\"object\"," \
@@ -540,9 +540,9 @@ static void test_tools(void) {
     static const struct { const char *wanted, *text; int want; bool several; } cases[] = {
         { NULL, "<|tool_call>call:get_weather{City:<|\"|>Paris<|\"|>}<tool_call|>", 2, false },
         { NULL,
-          "<|tool_call>call:get_weather{City:<|\"|>a \"quoted\" {city}\n<|\"|>,days:14,<|\"|>odd:key<|\"|>:"
-          "[true,false],unit:<|\"|>celsius<|\"|>}<tool_call|>", 2, false },
-        { NULL, "<|tool_call>call:get_weather{City:<|\"|>Paris<|\"|>,days:15", 0, false },
+          "<|tool_call>call:get_weather{City:<|\"|>a \"quoted\" {city}\n<|\"|>,"
+          "<|\"|>days=<|\"|>:14,<|\"|>odd:key<|\"|>:[true,false],unit:<|\"|>celsius<|\"|>}<tool_call|>", 2, false },
+        { NULL, "<|tool_call>call:get_weather{City:<|\"|>Paris<|\"|>,<|\"|>days=<|\"|>:15", 0, false },
         { NULL, "<|tool_call>call:get_weather{}", 0, false },
         { NULL, "<|tool_call>call:get_weather{City:\"Paris\"}", 0, false },
         { NULL, "<|tool_call>call:stop{}<tool_call|>", 2, false },

@@ -691,6 +691,21 @@ for name in f g; do
 done
 ask $chat "{$short,\"tools\":[$either],\"tool_choice\":\"auto\",$one_call,\"response_format\":{\"type\":\"json_schema\",\"schema\":$one_city}}"
 ok "a schema and tools: an answer or a call" grep -qE '"content":"\{|"tool_calls":\[' "$tmp/out"
+written() { # written BLOCK [MORE]: the model writes exactly BLOCK between the markers of a tool call
+    ask $chat "{$short,\"grammar\":\"root ::= <|tool_call> \\\"$1\\\" <tool_call|>\"$2}" -N
+}
+for stream in '' ',"stream":true'; do
+    written 'search(q=hello, world, n=1) call:stop' "$stream"
+    ok "calls in another form$stream: the first" has out '"name":"search","arguments":"{\"q\":\"hello, world\",\"n\":1}"'
+    ok "calls in another form$stream: the second" has out '"name":"stop","arguments":"{}"'
+    ok "calls in another form$stream: finish_reason" has out '"finish_reason":"tool_calls"'
+    written 'call:todo prose here' "$stream"
+    says "a text that is no call$stream" content "call:todo prose here"
+    ok "a text that is no call$stream: finish_reason" has out '"finish_reason":"stop"'
+done
+written 'call:f{q:hello world, how are you today?}' ',"max_tokens":12'
+ok "a call that is cut off: what there is" has out '"name":"f","arguments":"{\"q\":\"hello'
+ok "a call that is cut off: finish_reason" has out '"finish_reason":"length"'
 open_token=$(curl -sS -m 60 --data-binary '{"content":"<|tool_call>","parse_special":true}' "$url/tokenize" | sed 's/.*\[\([0-9]*\).*/\1/')
 ask $chat "{$weather,\"tools\":[$either],$one_call,\"logit_bias\":{\"$open_token\":100}}"
 ok "one call at most: the model would make more, and makes one" count_is 1 '"type":"function"'
