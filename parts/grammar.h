@@ -843,7 +843,8 @@ static void add_left_calls(Grammar *g, int rule, int32_t *todo, uint8_t *seen, i
         seen[pc] = 1;
         if (c.op == OP_CALL) list[(*n)++] = c.arg;
         if (c.op == OP_SPLIT || c.op == OP_COUNT || c.op == OP_IF ||
-            (c.op == OP_CALL && g->exprs[g->rules[c.arg].expr].nullable) || (c.op == OP_LOOP && (c.min == 0 || c.empty))) todo[n_todo++] = c.next;
+            (c.op == OP_CALL && g->exprs[g->rules[c.arg].expr].nullable) ||
+            (c.op == OP_LOOP && (c.min == 0 || c.empty))) todo[n_todo++] = c.next;
         if (c.op == OP_SPLIT || c.op == OP_LOOP) todo[n_todo++] = c.arg;
     }
 }

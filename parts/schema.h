@@ -489,7 +489,7 @@ static GgufJson follow_ref(Schema *sc, const GgufJson *ref) {
         }
     }
     if (!found)
-        schema_fail(sc, ref->s, "expected # or a path in this schema, such as #/$defs/name, or an $id or $anchor in it");
+        schema_fail(sc, ref->s, "expected # or a path in this schema, such as #/$defs/name, or an $id or $anchor");
     free(text);
     return found ? target : any_value;
 }
@@ -561,6 +561,14 @@ static int read_types(Schema *sc, const GgufJson *v) {
     return types ? types : schema_fail(sc, v->s, "expected the name of a type, or a list of them");
 }
 
+// The next of a list of values; or, once, a single value. *rest begins as the list or value, which may be absent.
+static bool next_value(bool is_list, GgufJson *rest, GgufJson *v) {
+    if (is_list) return rest->type == GGUF_J_ARRAY && gguf_json_next(rest, NULL, v);
+    *v = *rest;
+    rest->s = NULL;
+    return v->s != NULL;
+}
+
 static void read_not(Schema *sc, Fields *f, const GgufJson *v);
 
 // Collects the keywords of all parts. A keyword of several parts restricts as each of them says. Of several anyOf and
@@ -618,7 +626,11 @@ static void read_not(Schema *sc, Fields *f, const GgufJson *v) {
     sc->depth--;
     if (sc->g->failed || p.never || n.never || n.unknown) return;
     const GgufJson values = n.v[K_ENUM].s ? n.v[K_ENUM] : n.v[K_CONST];
-    const bool strings = has_only(&n, K_TYPE, K_MIN_LENGTH, K_MAX_LENGTH, K_PATTERN, K_FORMAT) && n.types == IS_A_STRING;
+    const bool strings = n.types == IS_A_STRING &&
+                         has_only(&n, K_TYPE, K_MIN_LENGTH, K_MAX_LENGTH, K_PATTERN, K_FORMAT);
+    bool containers = false;                           // a value is an array or object
+    rest = values;
+    while (next_value(n.v[K_ENUM].s && values.type == GGUF_J_ARRAY, &rest, &x)) containers |= x.type >= GGUF_J_ARRAY;
     const bool room = f->n_not_value < SCHEMA_NOT && f->n_not_string < SCHEMA_NOT;
     if (has_only(&n, -1, -1, -1, -1, -1)) {
         f->never = true;
@@ -627,7 +639,8 @@ static void read_not(Schema *sc, Fields *f, const GgufJson *v) {
     } else if (has_only(&n, K_TYPE, -1, -1, -1, -1) && (n.types & IS_A_NUMBER || !(n.types & IS_A_INTEGER) ||
                                                        !(f->types & IS_A_NUMBER))) {
         f->types &= ~n.types;
-    } else if (has_only(&n, K_TYPE, K_ENUM, K_CONST, -1, -1) && room && !(n.v[K_ENUM].s && n.v[K_CONST].s)) {
+    } else if (has_only(&n, K_TYPE, K_ENUM, K_CONST, -1, -1) && room && !containers &&
+               !(n.v[K_ENUM].s && n.v[K_CONST].s)) {
         f->not_value[f->n_not_value++] = values;
     } else if (strings && room) {
         if (!n.v[K_TYPE].s) f->types &= IS_A_STRING;   // it holds for everything else
@@ -785,11 +798,8 @@ static int string_pattern(Schema *sc, const Fields *f, int *min, int *max, const
         free((void *)(uintptr_t)s.s);
     }
     for (int i = 0; !sc->g->failed && i < f->n_not_value; i++) {
-        const bool list = f->not_value[i].type == GGUF_J_ARRAY;
         GgufJson rest = f->not_value[i];
-        for (bool more = true; more; more = list) {
-            if (!list) x = rest;
-            else if (!gguf_json_next(&rest, NULL, &x)) break;
+        while (next_value(f->not_value[i].type == GGUF_J_ARRAY, &rest, &x)) {
             if (x.type != GGUF_J_STRING) continue;
             const TokStr s = json_chars(sc->g, &x);
             if (!sc->g->failed) all = pat_and(p, all, pat_not(p, pat_text(p, s)));
@@ -845,7 +855,8 @@ static void add_bound(Bound *b, Decimal d, bool open, bool is_low) {
     else if (order == 0) b->open |= open;
 }
 
-// Reads the bounds of a number from minimum, exclusiveMinimum, a number or, before draft 6, true, and so on, and format.
+// Reads the bounds of a number from minimum, exclusiveMinimum and so on, and format. exclusiveMinimum is a number or,
+// before draft 6, true.
 static void read_bounds(Schema *sc, const Fields *f, Bound *lo, Bound *hi) {
     static const Keyword closed[] = { K_MIN, K_MAX }, opened[] = { K_OPEN_MIN, K_OPEN_MAX };
     GgufJson v, open;
@@ -891,11 +902,8 @@ static int expr_numeric(Schema *sc, const Fields *f, bool whole) {
         p->full = false;
     }
     for (int i = 0; !g->failed && i < f->n_not_value; i++) {
-        const bool list = f->not_value[i].type == GGUF_J_ARRAY;
         GgufJson rest = f->not_value[i];
-        for (bool more = true; more; more = list) {
-            if (!list) x = rest;
-            else if (!gguf_json_next(&rest, NULL, &x)) break;
+        while (next_value(f->not_value[i].type == GGUF_J_ARRAY, &rest, &x)) {
             if (x.type != GGUF_J_NUMBER) continue;
             const Bound at = { read_decimal((TokStr){ x.s, x.n }), true, false };
             all = pat_and(p, all, pat_not(p, pattern_number(p, &at, &at, false)));
@@ -1034,11 +1042,8 @@ static int allowed_names(Schema *sc, const Parts *parts) {
         if (sc->g->failed || names.never || f.never || !(f.types & IS_A_STRING)) return NOTHING;
         if (f.v[K_ANY_OF].s || f.v[K_ONE_OF].s) leave_out(sc, v.s, "anyOf and oneOf of names are not supported");
         const GgufJson values = f.v[K_ENUM].s ? f.v[K_ENUM] : f.v[K_CONST];
-        const bool list = values.s && values.type == GGUF_J_ARRAY;
         GgufJson rest = values;
-        for (bool more = values.s; more && !sc->g->failed; more = list) {
-            if (!list) x = values;
-            else if (!gguf_json_next(&rest, NULL, &x)) break;
+        while (!sc->g->failed && next_value(values.s && values.type == GGUF_J_ARRAY, &rest, &x)) {
             if (x.type != GGUF_J_STRING) continue;
             const TokStr s = json_chars(sc->g, &x);
             if (!sc->g->failed) one = pat_alt(p, one, pat_text(p, s));
@@ -1123,8 +1128,8 @@ static bool read_undeclared(Schema *sc, const Parts *parts, const NamePatterns *
     return allowed && (described || !declares);
 }
 
-// Collects what all parts say about the members of an object. A name longer than GRAMMAR_NESTING characters excludes all
-// undeclared names that begin with its first ones; an undeclared name fits at most one pattern.
+// Collects what all parts say about the members of an object. A name longer than GRAMMAR_NESTING characters excludes
+// all undeclared names that begin with its first ones; an undeclared name fits at most one pattern.
 static void read_members(Schema *sc, const Parts *parts, Members *m) {
     Patterns *p = &sc->patterns;
     NamePatterns np;
@@ -1162,8 +1167,8 @@ static void read_members(Schema *sc, const Parts *parts, Members *m) {
         m->closed |= !np.n && gguf_json_get(&parts->part[i], "additionalProperties", &v) && v.type == GGUF_J_FALSE;
 }
 
-// An undeclared member. Its key is written without escapes. Returns 0 if there is none: none is allowed, or the keys are
-// too complex.
+// The rule of an undeclared member. Its key is written without escapes. 0: there is none, because none is allowed or
+// because the keys are too complex.
 static int expr_other_member(Schema *sc, const Members *m) {
     Grammar *g = sc->g;
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
@@ -1224,7 +1229,8 @@ static int expr_members(Schema *sc, const Members *m, int other, int min, int ma
             if (!g->failed) g->rules[rule].expr = e;
         }
     for (int i = 0; i < n && !g->failed; i++) {
-        e = SEQ(expr_key(g, m->p[i].name, sc->call), expr_colon(g, sc->call), expr_schemas(sc, m->p[i].schema, m->p[i].n));
+        const int of = expr_schemas(sc, m->p[i].schema, m->p[i].n);
+        e = SEQ(expr_key(g, m->p[i].name, sc->call), expr_colon(g, sc->call), of);
         if (!g->failed) g->rules[value[i]].expr = e;
     }
     e = g->failed ? 0 : expr_call(g, rules[0]);
@@ -1235,7 +1241,8 @@ static int expr_members(Schema *sc, const Members *m, int other, int min, int ma
 
 static int expr_object(Schema *sc, const Fields *f, const Parts *parts) {
     Grammar *g = sc->g;
-    int e = 0, n_required = 0, min = read_count(sc, f, K_MIN_PROPERTIES, 0), max = read_count(sc, f, K_MAX_PROPERTIES, -1);
+    int e = 0, n_required = 0;
+    int min = read_count(sc, f, K_MIN_PROPERTIES, 0), max = read_count(sc, f, K_MAX_PROPERTIES, -1);
     Members m;
     bool any = true;
     for (int k = K_PROPERTIES; k <= K_MAX_PROPERTIES; k++) any &= !f->v[k].s;
@@ -1284,60 +1291,67 @@ static bool is_listed(Schema *sc, const GgufJson *list, const GgufJson *v) {   /
     return false;
 }
 
-// True: a string or number satisfies the keywords that restrict strings or numbers. `strings`: from string_pattern().
-static bool fits_restrictions(Schema *sc, const Fields *f, const GgufJson *v, int strings, int min, int max) {
+typedef struct { int strings, min, max; Bound lo, hi; } Restrictions;  // of strings, of their lengths; of numbers
+
+// True: a string or number satisfies the keywords that restrict strings or numbers.
+static bool fits_restrictions(Schema *sc, const Fields *f, const GgufJson *v, const Restrictions *r) {
     GgufJson x;
     if (v->type == GGUF_J_STRING) {
         const TokStr s = json_chars(sc->g, v);
         int n = 0;
         for (size_t i = 0; s.s && i < s.n; i++) n += ((unsigned char)s.s[i] & 0xC0) != 0x80;
-        const bool ok = s.s && n >= min && (max < 0 || n <= max) && pattern_holds(&sc->patterns, strings, s);
+        add_work(sc, v->s, 64 * v->n);
+        const bool ok = s.s && n >= r->min && (r->max < 0 || n <= r->max) &&
+                        pattern_holds(&sc->patterns, r->strings, s);
         free((void *)(uintptr_t)s.s);
         return ok;
     }
     if (v->type != GGUF_J_NUMBER) return true;
-    Bound lo, hi;
     const Decimal d = read_decimal((TokStr){ v->s, v->n });
-    read_bounds(sc, f, &lo, &hi);
-    const int low = lo.given ? compare_decimals(&d, &lo.at) : 1, high = hi.given ? compare_decimals(&d, &hi.at) : -1;
-    for (int i = 0; next_keyword(f->parts, &i, K_MULTIPLE, &x); ) {
+    const int low = r->lo.given ? compare_decimals(&d, &r->lo.at) : 1;
+    const int high = r->hi.given ? compare_decimals(&d, &r->hi.at) : -1;
+    if (f->v[K_MULTIPLE].s) add_work(sc, v->s, f->parts->part[0].n);
+    for (int i = 0; f->v[K_MULTIPLE].s && next_keyword(f->parts, &i, K_MULTIPLE, &x); ) {
         double a, b;
         if (!gguf_json_float(v, &a) || !gguf_json_float(&x, &b) || b <= 0) return false;
         if (fabs(a / b - round(a / b)) > 1e-9) return false;
     }
-    return low >= (lo.open ? 1 : 0) && high <= (hi.open ? -1 : 0);
+    return low >= (r->lo.open ? 1 : 0) && high <= (r->hi.open ? -1 : 0);
 }
 
 // True: a value of enum or const satisfies the other keywords.
-static bool is_allowed(Schema *sc, const Fields *f, const GgufJson *v, int strings, int min, int max) {
+static bool is_allowed(Schema *sc, const Fields *f, const GgufJson *v, const Restrictions *r) {
     GgufJson x;
     if (!(json_type(v) & f->types)) return false;
-    for (int i = 0; next_keyword(f->parts, &i, K_ENUM, &x); )
+    if (f->parts->n > 1 || f->v[K_CONST].s) add_work(sc, v->s, f->parts->part[0].n);
+    for (int i = 0; f->parts->n > 1 && next_keyword(f->parts, &i, K_ENUM, &x); )
         if ((v->s < x.s || v->s >= x.s + x.n) && !is_listed(sc, &x, v)) return false;
-    for (int i = 0; next_keyword(f->parts, &i, K_CONST, &x); ) if (!same_value(sc, &x, v)) return false;
+    for (int i = 0; f->v[K_CONST].s && next_keyword(f->parts, &i, K_CONST, &x); )
+        if (!same_value(sc, &x, v)) return false;
     for (int i = 0; i < f->n_not_value; i++) if (is_listed(sc, &f->not_value[i], v)) return false;
-    return fits_restrictions(sc, f, v, strings, min, max);
+    return fits_restrictions(sc, f, v, r);
 }
 
 // One of the values of enum or const that all keywords allow. Strings, which may be many, become one prefix tree.
 static int expr_enum(Schema *sc, const Fields *f) {
     Grammar *g = sc->g;
-    const GgufJson one = f->v[K_CONST];
-    GgufJson rest = f->v[K_ENUM], v;
+    GgufJson rest = f->v[K_ENUM].s ? f->v[K_ENUM] : f->v[K_CONST], v;
+    const GgufJson values = rest;
     TokStr *strings = NULL;
-    int n = 0, cap = 0, min, max;
+    int n = 0, cap = 0;
+    Restrictions r;
     const char *at;
     const int alt = new_expr(g, EXPR_ALT, 0, 0, 0);
     for (int k = K_PROPERTIES; k < K_MIN_LENGTH; k++)
         if (f->v[k].s && (keywords[k].types & f->types))
             leave_out(sc, f->v[k].s, "not enforced together with enum or const");
-    if (rest.s && rest.type != GGUF_J_ARRAY) return schema_fail(sc, rest.s, "expected a list of values");
+    if (f->v[K_ENUM].s && rest.type != GGUF_J_ARRAY) return schema_fail(sc, rest.s, "expected a list of values");
     sc->patterns.full = false;
-    const int strings_allowed = string_pattern(sc, f, &min, &max, &at);
-    const int allowed = pat_and(&sc->patterns, strings_allowed, format_pattern(sc, f, &at));
-    for (bool first = true; !g->failed && (rest.s ? gguf_json_next(&rest, NULL, &v) : first); first = false) {
-        if (!rest.s) v = one;
-        if (!is_allowed(sc, f, &v, allowed, min, max)) continue;
+    r.strings = string_pattern(sc, f, &r.min, &r.max, &at);
+    r.strings = pat_and(&sc->patterns, r.strings, format_pattern(sc, f, &at));
+    read_bounds(sc, f, &r.lo, &r.hi);
+    while (!g->failed && next_value(f->v[K_ENUM].s, &rest, &v)) {
+        if (!is_allowed(sc, f, &v, &r)) continue;
         if (v.type != GGUF_J_STRING) {
             add_expr(g, alt, expr_value(g, &v, sc->call));
             continue;
@@ -1353,7 +1367,7 @@ static int expr_enum(Schema *sc, const Fields *f) {
         if (!g->failed) strings[n++] = s;
         else free((void *)(uintptr_t)s.s);
     }
-    if (sc->patterns.full) schema_fail(sc, (f->v[K_ENUM].s ? f->v[K_ENUM] : one).s, "too complex together with a pattern");
+    if (sc->patterns.full) schema_fail(sc, values.s, "too complex together with a pattern");
     if (n) qsort(strings, (size_t)n, sizeof *strings, by_text);
     const int texts = n ? expr_one_of(g, strings, n, 0) : 0;
     if (n) add_expr(g, alt, sc->call ? SEQ(expr_quote(g, true), texts, expr_quote(g, true)) : texts);
@@ -1372,24 +1386,13 @@ static void read_branch(Schema *sc, const SchemaItem *it, const GgufJson *v, Sch
     gather_fields(sc, out, p, f);
 }
 
-// The next value of enum or const; *rest starts as that keyword's value. False: there are no more.
-static bool next_enum_value(const Fields *f, GgufJson *rest, GgufJson *v) {
-    if (!f->v[K_ENUM].s || f->v[K_ENUM].type != GGUF_J_ARRAY) {
-        *v = f->v[K_CONST];
-        const bool more = rest->s != NULL;
-        rest->s = NULL;
-        return more && v->s;
-    }
-    return gguf_json_next(rest, NULL, v);
-}
-
 static bool has_values(const Fields *f) { return f->v[K_ENUM].s || f->v[K_CONST].s; }
 
 static int possible_types(const Fields *f) {
     int types = 0;
     GgufJson rest = f->v[K_ENUM].s ? f->v[K_ENUM] : f->v[K_CONST], v;
     if (!has_values(f)) types = f->types;
-    else while (next_enum_value(f, &rest, &v)) types |= json_type(&v) & f->types;
+    else while (next_value(f->v[K_ENUM].s, &rest, &v)) types |= json_type(&v) & f->types;
     return types | (f->v[K_NULLABLE].s && f->v[K_NULLABLE].type == GGUF_J_TRUE ? IS_A_NULL : 0);
 }
 
@@ -1400,9 +1403,9 @@ static bool has_one_spelling(const GgufJson *v) {      // false: another JSON te
 // True: two enums certainly have no common value. Values that may be spelled differently count as common.
 static bool enums_disjoint(const Fields *a, const Fields *b) {
     GgufJson of_a = a->v[K_ENUM].s ? a->v[K_ENUM] : a->v[K_CONST], x, y;
-    while (next_enum_value(a, &of_a, &x)) {
+    while (next_value(a->v[K_ENUM].s, &of_a, &x)) {
         GgufJson of_b = b->v[K_ENUM].s ? b->v[K_ENUM] : b->v[K_CONST];
-        while (next_enum_value(b, &of_b, &y))
+        while (next_value(b->v[K_ENUM].s, &of_b, &y))
             if (x.type == y.type && (!has_one_spelling(&x) || !has_one_spelling(&y) ||
                                      (x.n == y.n && !memcmp(x.s, y.s, x.n)))) return false;
     }
@@ -1501,7 +1504,8 @@ static int expr_item(Schema *sc, const SchemaItem *it) {
     if (f.types & IS_A_STRING) add_expr(g, alt, expr_string(sc, &f));
     if (f.types & (IS_A_NUMBER | IS_A_INTEGER)) add_expr(g, alt, expr_numeric(sc, &f, !(f.types & IS_A_NUMBER)));
     for (int i = 0; i < 3; i++) {
-        static const GgufJson words[] = { { GGUF_J_NULL, "null", 4 }, { GGUF_J_FALSE, "false", 5 }, { GGUF_J_TRUE, "true", 4 } };
+        static const GgufJson words[] = { { GGUF_J_NULL, "null", 4 }, { GGUF_J_FALSE, "false", 5 },
+                                          { GGUF_J_TRUE, "true", 4 } };
         bool allowed = f.types & (i ? IS_A_BOOL : IS_A_NULL);
         for (int k = 0; k < f.n_not_value; k++) allowed &= !is_listed(sc, &f.not_value[k], &words[i]);
         if (allowed) add_expr(g, alt, expr_word(g, words[i].s));
