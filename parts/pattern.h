@@ -791,11 +791,14 @@ static void measure_states(Patterns *p, Machine *m) {
     free(open);
 }
 
-// True: wherever least and most allow a text of min to max characters to go on, it can really be completed.
+// True: wherever least and most allow a text of min to max characters to go on, it can really be completed. That is so
+// if the bounds are far from each other: a path without circles has fewer characters than there are states.
 static bool lengths_have_no_gaps(Patterns *p, const Machine *m, int min, int max) {
+    const int64_t work = (int64_t)max * m->n_arcs / 8;
+    if (min <= 0 || max < 0 || max - min >= 3 * m->n_states) return true;
+    if (work > p->work / 2) return false;
+    p->work -= work;
     bool *now = calloc((size_t)m->n_states + 1, 1), *later = calloc((size_t)m->n_states + 1, 1), ok = now && later;
-    p->work -= (int64_t)max * m->n_arcs / 8;
-    ok = ok && p->work >= 0;
     for (int n = max; ok && n >= 0; n--) {             // now: which states can be completed after n characters
         memset(now, 0, (size_t)m->n_states);
         for (int i = 0; i < m->n_arcs; i++)
@@ -951,7 +954,7 @@ static int expr_automaton(Patterns *p, int x, int min, int max, PatternForm form
     find_states(p, m, x);
     if (!p->full && !p->g->failed) measure_states(p, m);
     if (!p->full && !p->g->failed) {
-        gaps = min > 0 && max >= 0 && !lengths_have_no_gaps(p, m, min, max);
+        gaps = !lengths_have_no_gaps(p, m, min, max);
         const bool never = m->least[0] < 0 || (max >= 0 && m->least[0] > max) || (m->most[0] >= 0 && m->most[0] < min);
         if (never) e = expr_nothing(p->g);
         else if (!gaps) e = expr_machine(p, m, min, max, form);
