@@ -113,6 +113,10 @@ $(B)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(B)/cuda-flags
 # The plain kernels are for older GPUs too, whatever ARCH says; newer ones translate them when they load them.
 $(B)/plain.o: parts/plain.cu gemma4.h parts/kv.h parts/cards.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo -arch=$(PLAIN_ARCH) $(NVCC_FLAGS) -c $< -o $@
+# The kernels of docs/kernels.md, one after the other.
+$(B)/bench_ladder: tests/bench_ladder.cu $(B)/plain.o $(B)/kernels.o
+	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) $(ARCH_FLAGS) $(NVCC_FLAGS) -I. -c $< -o $@.o
+	$(LINK) $@.o $(B)/plain.o $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS) -lstdc++
 # The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
 $(B)/page.h: web/index.html
 	@mkdir -p $(B) && sed 's/[\\"?]/\\&/g; s/.*/"&\\n"/' $< > $@.part && mv -f $@.part $@

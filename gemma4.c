@@ -982,6 +982,13 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/lines.h"
 #include "parts/chat.h"
 #include "parts/store.h"
+#include "parts/request.h"
+#include "parts/schedule.h"
+#include "parts/exchange.h"
+#include "parts/openai.h"
+#include "parts/dialects.h"
+#include "parts/anthropic.h"
+#include "parts/responses.h"
 #include "parts/server.h"
 #ifndef TESTING
 #include "parts/cli.h"

@@ -504,18 +504,22 @@ typedef struct { double median, worst; } RowDifference;        // over the rows 
 //   FROM_STREAM  f32 sums in another order. Seen 2e-7.
 //   PRODUCTS, ATTENTION in short steps: the same, and jumps of int8 codes. Seen 6e-7 in the median row, 1.1e-3 and
 //                1.3e-2 in the worst. If rows are wide, the median row may have a jump too, of 3e-4.
+//   ATTENTION, if a code jumped before a row's key or value: all rows that see the key differ a little, and the next
+//                int8 codes jump in every one of them. Seen 6.3e-3 and 1.1e-2 (random weights, 96 rows).
 //   ATTENTION on a device whose keys and values are not f32: scores and weights are f16 there, and the next int8 codes
 //                jump in every row. Seen 1.2e-2 and 1.8e-2.
 //   Prompts, if a backend converts factors of products to 16 bits where the other has int8. Seen: PRODUCTS 6.2e-3 and
 //                1e-2; ATTENTION 2.5e-2 and 3.9e-2, with 4 or 3 bits 7.6e-2 and 0.17, since codes of the cache jump.
-static RowDifference check_tolerance(const Model *a, const Model *b, CheckKind kind, int layer, int n_rows) {
+static RowDifference check_tolerance(const Model *a, const Model *b, CheckKind kind, int layer, int n_rows,
+                                     const bool *key_jumped) {
     const bool exact = n_rows <= STEP_ROWS || (a->ops->exact_prompts && b->ops->exact_prompts);
     if (kind == FROM_STREAM) return (RowDifference){ 1e-5, 1e-5 };
     if (kind == PRODUCTS) return exact ? (RowDifference){ 1e-3, 2e-2 } : (RowDifference){ 2e-2, 3e-2 };
     const Cache *c = &b->caches[b->cache_of[layer]];
     const KvType k = c->k.type, v = c->v.type;
     const bool on_host = a->ops->on_host && b->ops->on_host;
-    if (exact && (on_host || (k == KV_F32 && v == KV_F32))) return (RowDifference){ 1e-3, 5e-2 };
+    if (exact && (on_host || (k == KV_F32 && v == KV_F32)))
+        return (RowDifference){ key_jumped[b->cache_of[layer]] ? 1.5e-2 : 1e-3, 5e-2 };
     if (exact) return (RowDifference){ 3e-2, 6e-2 };
     return k > KV_Q8_0 || v > KV_Q8_0 ? (RowDifference){ 0.2, 0.4 } : (RowDifference){ 6e-2, 0.12 };
 }
@@ -534,6 +538,7 @@ typedef struct {              // the comparison of two runs
     const char *first_name;
     int        place;         // of first in that order
     bool       flipped[CHECK_ROWS];    // rows that chose other experts in the current layer
+    bool       key_jumped[MAX_LAYERS]; // (caches) the key or value of a row is off by more than last bits
     int        n_flips, n_choices;     // rows x layers
     double     tie;           // of all flips: the largest gap between the router's logits that changed places
 } Comparison;
@@ -617,7 +622,7 @@ static void check_checkpoint(Comparison *c, const Model *a, const Model *b, cons
     assert(k < CHECK_NAMES && x->n_rows <= CHECK_ROWS);
     const bool chosen = !strcmp(x->name, "ffn_moe_topk");
     Difference d = { .count = c->found[k].count + 1, .layer = x->layer };
-    d.tolerance = check_tolerance(a, b, check_names[k].kind, x->layer, x->n_rows);
+    d.tolerance = check_tolerance(a, b, check_names[k].kind, x->layer, x->n_rows, c->key_jumped);
     if (chosen) d.tolerance.worst *= sqrt(2);          // two logits are off, in opposite ways
     for (int r = 0; r < x->n_rows; r++) {
         if (check_names[k].after_experts && c->flipped[r]) continue;
@@ -628,6 +633,8 @@ static void check_checkpoint(Comparison *c, const Model *a, const Model *b, cons
     }
     qsort(rows, (size_t)n, sizeof *rows, compare_differences);
     if (n) d.off.median = rows[n / 2];
+    if ((!strcmp(x->name, "Kcur_pos") || !strcmp(x->name, "Vcur_normed")) && d.off.worst > 1e-5)
+        c->key_jumped[b->cache_of[x->layer]] = true;
     d.ratio = fmax(d.off.median / d.tolerance.median, d.off.worst / d.tolerance.worst);
     if (d.count == 1 || d.ratio > c->found[k].ratio) c->found[k] = d;
     c->found[k].count = d.count;
@@ -691,22 +698,22 @@ static float *plain_logits(Model *m, const int32_t *ids, int n, int max_rows) {
 }
 
 // The next-token distributions of whole passes; theirs (n, vocab): the logits of the other backend. Returns false if
-// those of short steps are more than CHECK_LIMIT nats from them. A prompt is not judged here: a model of random weights
-// amplifies what 16-bit products round.
-#define CHECK_LIMIT 0.05
+// those of short steps are farther from them than correct backends were seen to be: 0.049 nats; with experts 0.29 (the
+// 26B's dimensions, random weights), since a row that chose another expert differs from there on. A wrong cache is some
+// nats away. A prompt is not judged here: a model of random weights amplifies what 16-bit products round.
 static bool check_plain(const char *path, const Ops *ops, ModelOptions o, const int32_t *ids, int n,
                         const Checkpoint *theirs) {
     Model *m = model_open(path, ops, o, NULL);
     float *steps = plain_logits(m, ids, n, STEP_ROWS), *prompt = plain_logits(m, ids, n, n);
-    const double d = mean_divergence(theirs->data, steps, n, theirs->cols);
+    const double d = mean_divergence(theirs->data, steps, n, theirs->cols), limit = m->config.n_experts ? 1 : 0.2;
     assert(!strcmp(theirs->name, "result_output") && theirs->n_rows == n);
     printf("next token, from whole passes: mean KL divergence %.2g, tolerance %g, %s; %d rows as a prompt against "
-           "steps of %d: %.2g\n", d, CHECK_LIMIT, d <= CHECK_LIMIT ? "ok" : "FAIL", n, STEP_ROWS,
+           "steps of %d: %.2g\n", d, limit, d <= limit ? "ok" : "FAIL", n, STEP_ROWS,
            mean_divergence(steps, prompt, n, theirs->cols));
     free(steps);
     free(prompt);
     model_close(m);
-    return d <= CHECK_LIMIT;
+    return d <= limit;
 }
 
 // gemma4 check. Returns the exit status: 1 if a checkpoint is beyond its tolerance.

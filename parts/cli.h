@@ -1055,7 +1055,11 @@ static const Ops *choose_ops(const Flags *f) {
     const char *advice = "this build has no CUDA; build with make cuda", *missing = advice;
     if (card && f->backend && (plain || !named)) die("--card: expected --backend cuda, got %s", f->backend);
 #ifdef BACKEND_OPS                                     // make BACKEND=FILE
-    if (!card && (!f->backend || is_choice(f->backend, BACKEND_NAME))) return BACKEND_OPS();
+    if (!card && (!f->backend || is_choice(f->backend, BACKEND_NAME))) {
+        ops = BACKEND_OPS();
+        if (!ops && f->backend) die("--backend: %s: it found no device that it can use", f->backend);
+        return ops ? ops : cpu_ops();
+    }
 #endif
     if (f->backend && !named) return is_choice(f->backend, "cpu") ? cpu_ops() : reference_ops();
 #ifdef USE_CUDA

@@ -5,17 +5,18 @@
  * fast kernels do not support. It has no tensor cores, no inline PTX, no recorded steps and no fused operations: an
  * operation that carries another one launches it on its own, in the order of parts/reference.h. Weights stay in the
  * blocks of the file; weight_at() decodes one value of any type. Each kernel names its fast twin in gemma4_kernels.cu
- * and says what makes that one faster.
+ * and says what makes that one faster, and how much where that was measured (docs/kernels.md: the 26B, one H100).
  *
  * Uses gemma4.h and kv.h. Begin with plain_ops() at the end, then matmul in [3].
  *   [1] Errors, launches, blocks of threads      [4] Cache
  *   [2] Weights of the file, inputs              [5] Output
  *   [3] Body                                     [6] Run time, the table
  *
- * LAUNCHES   blocks of 32, 128 or 256 threads; the comment of each kernel says what a block does. No sum depends on the
+ * LAUNCHES   blocks of 32 or 256 threads; the comment of each kernel says what a block does. No sum depends on the
  *            number of rows or on the order of blocks, so rule 7 of gemma4.h holds
- * HIP        the aliases below let hipcc compile this file unchanged; it was not compiled with hipcc. Lanes exchange
- *            values only in shuffle_xor(), within 32 lanes, on GPUs with 64 lanes too */
+ * HIP        the aliases below let hipcc compile this file unchanged (5.2 does, for gfx90a and gfx1030, in
+ *            test_backend.sh); it has not run on a GPU of AMD. Lanes exchange values only in shuffle_xor(), within 32
+ *            lanes, on GPUs with 64 lanes too */
 #ifdef __HIPCC__
 #include <hip/hip_fp16.h>
 #include <hip/hip_runtime.h>
@@ -67,9 +68,7 @@
 
 enum { WARP = 32,                     // lanes that shuffle_xor() connects; also the features and the group of a tile
        ROW_THREADS = 256,             // threads of a block that computes a row, or a tile of a product: 8 warps
-       HEAD_THREADS = 128,            // of a block that attends with one head of one row
-       HEAD_VALUES = (int)MAX_HEAD_DIM / HEAD_THREADS,                 // of a thread that attends, at most
-       KEYS = 32,                     // keys of a tile of attention, all in one block of a BlockList
+       WARPS = ROW_THREADS / WARP,    // of such a block
        KEY_LANES = 8,                 // threads that share the dot product of one key
        TILE_ROWS = 8 };               // rows of a tile of a product: one for each warp
 
@@ -147,7 +146,7 @@ template <typename T> __device__ static inline T warp_max(T v) {
 // The same over a block of whole warps: each warp leaves its result in shared memory, every thread combines them all.
 // The second barrier keeps the next call from overwriting results that are still read.
 template <typename T> __device__ static T block_sum(T v) {
-    __shared__ T of_warp[ROW_THREADS / WARP];
+    __shared__ T of_warp[WARPS];
     v = warp_sum(v);
     if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = v;
     __syncthreads();
@@ -157,7 +156,7 @@ template <typename T> __device__ static T block_sum(T v) {
     return sum;
 }
 template <typename T> __device__ static T block_max(T v) {
-    __shared__ T of_warp[ROW_THREADS / WARP];
+    __shared__ T of_warp[WARPS];
     v = warp_max(v);
     if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = v;
     __syncthreads();
@@ -458,7 +457,7 @@ __device__ static void dot_rows(float *sum, const Tensor &w, size_t row, const A
 __device__ static void product_tile(float (*z)[WARP], const Tensor &w, size_t row, int n_out, const Act &y, size_t r0,
                                     int n) {
     float sum[TILE_ROWS];
-    for (int k = threadIdx.x / WARP; k < WARP && k < n_out; k += ROW_THREADS / WARP) {
+    for (int k = threadIdx.x / WARP; k < WARP && k < n_out; k += WARPS) {
         dot_rows(sum, w, row + k, y, r0, n);
 #pragma unroll
         for (int r = 0; r < TILE_ROWS; r++)
@@ -476,7 +475,8 @@ static dim3 tiles(int n_rows, int n_out) { return dim3(div_up(n_rows, TILE_ROWS)
 //   numerics  decoded f32 weights times f32, or times s q of int8 values; 32 sums of a lane, then a tree
 //   see       ref_matmul, ref_head
 //   fast twin gemv_kernel and product_kernel (1 or 2 rows), tile_kernel (up to 64), cuBLAS (prompts): loads of 16 bytes
-//             from a layout of planes, integer dot products, from 3 rows on tensor cores; several matrices in a launch
+//             from a layout of planes, integer dot products, from 3 rows on tensor cores; several matrices in a launch.
+//             One row of the 26B: q, k, v 87 times as fast, Wo 112, the head 30
 static __global__ void product_kernel(Tensor w, Act y, int n_rows, float cap, float *out) {
     __shared__ float z[TILE_ROWS][WARP];
     const int r0 = blockIdx.x * TILE_ROWS, first = blockIdx.y * WARP, n = min_int(TILE_ROWS, n_rows - r0);
@@ -557,8 +557,8 @@ __device__ static float activation(ActFn fn, float x) {
 //   traffic   reads the matrices of a chosen expert once for each row that chose it
 //   numerics  as matmul
 //   see       ref_expert_gate_up
-//   fast twin product_kernel; experts_kernel for prompts: sort_pairs_kernel sorts the pairs by expert, so that a tile
-//             of rows shares one read of an expert
+//   fast twin product_kernel, with the dense down in the same launch: 36 times as fast. experts_kernel for prompts:
+//             sort_pairs_kernel sorts the pairs by expert, so that a tile of rows shares one read of an expert
 static __global__ void expert_gate_up_kernel(ExpertGateUp o, Tensor gate, Tensor up, int n_out, int first_up, Act y) {
     __shared__ float of_gate[TILE_ROWS][WARP], of_up[TILE_ROWS][WARP];
     const int pair = blockIdx.x, r = pair / o.n_used, first = blockIdx.y * WARP, k = threadIdx.x;
@@ -583,7 +583,8 @@ static void plain_expert_gate_up(const ExpertGateUp *o) {
 //   traffic   reads both matrices once for 8 rows
 //   numerics  as matmul; int8 by rule 6: a warp of the tile holds a group of a row
 //   see       ref_gate_up
-//   fast twin as for matmul; the router of a layer with experts runs in the same launch
+//   fast twin as for matmul; the router of a layer with experts runs in the same launch, with its choice: 48 times as
+//             fast together
 static __global__ void gate_up_kernel(GateUp o, Tensor gate, Tensor up, Act y) {
     __shared__ float of_gate[TILE_ROWS][WARP], of_up[TILE_ROWS][WARP];
     const int r0 = blockIdx.x * TILE_ROWS, first = blockIdx.y * WARP, n = min_int(TILE_ROWS, o.n_rows - r0);
@@ -607,7 +608,7 @@ static void plain_gate_up(const GateUp *o) {
 //   traffic   reads the matrices of a chosen expert once for each row that chose it
 //   numerics  as matmul; the sum over j in f32
 //   see       ref_expert_down
-//   fast twin product_kernel: 16 warps share the experts of a row; for prompts as expert_gate_up
+//   fast twin product_kernel: 16 warps share the experts of a row, 42 times as fast; for prompts as expert_gate_up
 static __global__ void expert_down_kernel(ExpertDown o, Tensor down) {
     __shared__ float z[TILE_ROWS][WARP];
     const int r = blockIdx.x, first = blockIdx.y * WARP, k = threadIdx.x;
@@ -708,18 +709,32 @@ __device__ static inline uint16_t bf16_of_value(float v) {             // ties t
     return isnan(v) ? 0x7fff : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Value i of a row. Rows of quantised types stay rotated.
-__device__ static float cache_value(const KvPlane &p, size_t row, int i) {
-    const char *data = codes_of(p, row);
-    if (p.type == KV_F32) return ((const float *)data)[i];
-    if (p.type == KV_F16) return KV_FROM_HALF(((const uint16_t *)data)[i]);
-    if (p.type == KV_BF16) return value_of_bf16(((const uint16_t *)data)[i]);
-    return kv_value(p.type, data, scales_of(p, row), i);
+// Value i of a row of type t. Rows of quantised types stay rotated.
+__device__ static inline float value_of(KvType t, const char *data, const uint16_t *scales, int i) {
+    if (t == KV_F32) return ((const float *)data)[i];
+    if (t == KV_F16) return KV_FROM_HALF(((const uint16_t *)data)[i]);
+    if (t == KV_BF16) return value_of_bf16(((const uint16_t *)data)[i]);
+    return kv_value(t, data, scales, i);
 }
 
 // Value i of K: of a tied cache, K is V except for the values that RoPE rotates.
 __device__ static inline float key_value(const Cache &c, size_t row, int i) {
-    return i < c.k.dim ? cache_value(c.k, row, i) : cache_value(c.v, row, i);
+    const KvPlane &p = i < c.k.dim ? c.k : c.v;
+    return value_of(p.type, codes_of(p, row), scales_of(p, row), i);
+}
+
+// A row for a warp: out[m] = value lane + 32 m, for N values of a lane. The type is looked at once, and lanes without a
+// value read the last one, so no branch stands between the loads and all of them are under way together.
+template <int N> __device__ static inline void read_row(float *out, const KvPlane &p, size_t row) {
+    const char *data = codes_of(p, row);
+    const uint16_t *scales = scales_of(p, row);
+#define READ(t) case t: _Pragma("unroll") for (int m = 0; m < N; m++) \
+        out[m] = value_of(t, data, scales, min_int(threadIdx.x % WARP + WARP * m, p.dim - 1)); \
+    break
+    switch (p.type) {
+    READ(KV_F32); READ(KV_F16); READ(KV_BF16); READ(KV_Q8_0); READ(KV_Q4_0); READ(KV_TQ4); READ(KV_TQ3);
+    }
+#undef READ
 }
 
 // Where a cache row holds value i of a head. A tied cache has first the values that RoPE rotates, of both halves.
@@ -830,96 +845,108 @@ static void plain_qkv_store(const QkvStore *o) {
 
 // attend: out = sum over j of softmax_j(scale * q . k[j]) v[j]
 //   shapes    q, out (n_rows, n_heads, head_dim); keys in the cache, in staging, or in the tail
-//   launch    grid (n_heads, n_rows), block 128: one head of one row
+//   launch    grid (n_heads, n_rows), block 256: one head of one row; warp w takes the keys j with j mod 8 = w
 //   traffic   reads the visible rows of K and V once for each head of q and each row
-//   numerics  f32; keys in ascending order, 32 at a time: when the largest score grows, the sums so far are scaled down
+//   numerics  f32; a warp's keys in ascending order: when the largest score grows, the sums so far are scaled down; at
+//             the end the sums of the 8 warps, in order
 //   see       ref_attend_head
 //   fast twin attend_half_kernel and attend_coded_kernel: the heads that share a KV head share one read of the cache,
 //             tensor cores multiply, and splits of long contexts run at the same time, which attend_join_kernel
-//             combines; flash_kernel for prompts: many rows share the reads
-enum { IN_CACHE, IN_TAIL, IN_STAGING };
+//             combines; flash_kernel for prompts: many rows share the reads. Few keys: 6 times as fast, 32768 keys of
+//             the E4B: 116 times
+template <int N> struct Softmax {                      // of some keys: sum[m] belongs to value lane + 32 m
+    float largest, total, sum[N];
+};
 
+// Adds a key with the values k and v to the sums of a warp; q is 0 beyond the head's values. k_dim: values from there
+// on are those of v (a tied cache).
+template <int N>
+__device__ static void add_key(Softmax<N> *x, const float *q, const float *k, const float *v, int k_dim, float scale,
+                               float v_factor) {
+    float s = 0;
+#pragma unroll
+    for (int m = 0; m < N; m++) s = fmaf(q[m], (int)threadIdx.x % WARP + WARP * m < k_dim ? k[m] : v[m], s);
+    s = scale * warp_sum(s);
+    if (s == -INFINITY) return;
+    const float most = fmaxf(x->largest, s), shrink = expf(x->largest - most), p = expf(s - most);
+    x->largest = most;
+    x->total = x->total * shrink + p;
+#pragma unroll
+    for (int m = 0; m < N; m++) x->sum[m] = fmaf(v_factor * p, v[m], x->sum[m] * shrink);
+}
+
+// y[i] = sum of the warps' sums / sum of their totals, in shared memory; 0 if no key was in sight.
+template <int N> __device__ static void join_warps(const Softmax<N> &x, int hd, float *y) {
+    __shared__ float largest[WARPS], total[WARPS], sum[WARPS][WARP * N];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    float most = -INFINITY, all = 0;
+    largest[warp] = x.largest, total[warp] = x.total;
+    for (int m = 0; m < N; m++) sum[warp][lane + WARP * m] = x.sum[m];
+    __syncthreads();                                   // the results of all warps are complete
+    for (int w = 0; w < WARPS; w++) most = fmaxf(most, largest[w]);
+    for (int w = 0; w < WARPS; w++) if (total[w] != 0) all += total[w] * expf(largest[w] - most);
+    for (int i = threadIdx.x; i < hd; i += ROW_THREADS) {
+        float v = 0;
+        for (int w = 0; w < WARPS; w++) if (total[w] != 0) v += sum[w][i] * expf(largest[w] - most);
+        y[i] = all == 0 ? 0 : v / all;
+    }
+    __syncthreads();                                   // y is complete
+}
+
+template <int N>
 static __global__ void attend_kernel(Attend o, Batch b, Cache c, Cache tail, Cache staging, bool staged,
                                      BlockList blocks) {
-    __shared__ float score[KEYS], weight[KEYS], y[MAX_HEAD_DIM];
-    __shared__ size_t row_of[KEYS];                    // where a key of the tile lies: row ..
-    __shared__ int place[KEYS];                        // .. and cache
+    __shared__ float y[MAX_HEAD_DIM];
     const int r = blockIdx.y, h = blockIdx.x, hd = c.head_dim, g = h / (o.n_heads / c.n_kv_heads);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const Row row = b.rows[r];
     const Segment seg = b.segs[row.seg];
     const int len = b.len[seg.seq], pos = len + row.depth;
-    const float *q = o.q + ((size_t)r * o.n_heads + h) * hd;
     const int from = o.window ? max_int(0, pos - o.window + 1) : 0;
     const int to = o.own == OWN_NONE ? len : o.own == OWN_ALL ? len + seg.n : len + row.index + 1;
     const int tail_from = c.tail_slots && seg.n <= STEP_ROWS ? pos - (c.tail_slots - STEP_ROWS) + 1 : to;
     const int list = r / SELECT_ROWS * c.n_kv_heads + g, n_listed = blocks.n ? blocks.n[list] : -1;
     const int32_t *listed = blocks.block + (size_t)list * blocks.n_blocks;
-    float largest = -INFINITY, total = 0, sum[HEAD_VALUES] = { };
-    int n_passed = 0;                                  // blocks of the list before the tile
-    for (int j0 = min_int(from, len) / KEYS * KEYS; j0 < to; j0 += KEYS) {
-        while (n_passed < n_listed && listed[n_passed] < j0 / SELECT_KEYS) n_passed++;
-        if (n_listed >= 0 && (n_passed == n_listed || listed[n_passed] != j0 / SELECT_KEYS)) continue;
-        for (int k = threadIdx.x / KEY_LANES; k < KEYS; k += HEAD_THREADS / KEY_LANES) {
-            const int j = j0 + k, own = j - len;       // j < len: position j; else row `own` of the segment
-            bool visible = j < to;
-            if (own < 0 || (o.own == OWN_CAUSAL && seg.kind == SEG_CHAIN)) visible = visible && j >= from;
-            else if (o.own == OWN_CAUSAL) visible = visible && row.ancestors >> own & 1;
-            const int where = staged && own >= 0 ? IN_STAGING : visible && j >= tail_from ? IN_TAIL : IN_CACHE;
-            const Cache &at = where == IN_STAGING ? staging : where == IN_TAIL ? tail : c;
-            const int slot = where == IN_STAGING ? seg.first + own : j % at.slots;
-            const size_t key = cache_row(at, where == IN_STAGING ? 0 : seg.seq, g, slot);
-            float s = 0;
-            for (int i = threadIdx.x % KEY_LANES; visible && i < hd; i += KEY_LANES)
-                s = fmaf(q[i], key_value(at, key, i), s);
-            for (int m = 1; m < KEY_LANES; m *= 2) s += shuffle_xor(s, m);
-            if (threadIdx.x % KEY_LANES) continue;
-            score[k] = visible ? s * o.scale : -INFINITY;
-            row_of[k] = key;
-            place[k] = where;
-        }
-        __syncthreads();                               // the scores of the tile are complete
-        float most = largest;
-        for (int k = 0; k < KEYS; k++) most = fmaxf(most, score[k]);
-        if (threadIdx.x < KEYS) {
-            const float s = score[threadIdx.x];
-            weight[threadIdx.x] = s == -INFINITY ? 0 : expf(s - most);
-        }
-        const float shrink = most == largest ? 1 : expf(largest - most);
-        largest = most;
-        __syncthreads();                               // so are the weights
-        total *= shrink;
-        for (int k = 0; k < KEYS; k++) total += weight[k];
-        for (int m = 0, i = threadIdx.x; i < hd; m++, i += HEAD_THREADS) {
-            sum[m] *= shrink;
-            for (int k = 0; k < KEYS; k++) {
-                if (weight[k] == 0) continue;          // what a key holds that the row does not see may be anything
-                const Cache &at = place[k] == IN_STAGING ? staging : place[k] == IN_TAIL ? tail : c;
-                const float p = at.n_rot ? weight[k] * kv_tied_factor(at.v.type) : weight[k];
-                sum[m] = fmaf(p, cache_value(at.v, row_of[k], i), sum[m]);
-            }
-        }
-        __syncthreads();                               // all have read the tile before the next one overwrites it
+    float q[N], k[N] = { }, v[N];
+    Softmax<N> x = { -INFINITY };
+    int n_passed = 0;                                  // blocks of the list before the key
+    for (int m = 0; m < N; m++)
+        q[m] = lane + WARP * m < hd ? o.q[((size_t)r * o.n_heads + h) * hd + lane + WARP * m] : 0;
+    for (int j = min_int(from, len) / WARPS * WARPS + warp; j < to; j += WARPS) {
+        while (n_passed < n_listed && listed[n_passed] < j / SELECT_KEYS) n_passed++;
+        if (n_listed >= 0 && (n_passed == n_listed || listed[n_passed] != j / SELECT_KEYS)) continue;
+        const int own = j - len;                       // j < len: position j; else row `own` of the segment
+        if (own < 0 || (o.own == OWN_CAUSAL && seg.kind == SEG_CHAIN) ? j < from
+            : o.own == OWN_CAUSAL && !(row.ancestors >> own & 1)) continue;
+        const bool is_staged = staged && own >= 0;
+        const Cache &at = is_staged ? staging : j >= tail_from ? tail : c;
+        const size_t key = cache_row(at, is_staged ? 0 : seg.seq, g, is_staged ? seg.first + own : j % at.slots);
+        read_row<N>(k, at.k, key);
+        read_row<N>(v, at.v, key);
+        add_key(&x, q, k, v, at.k.dim, o.scale, at.n_rot ? kv_tied_factor(at.v.type) : 1);
     }
-    for (int m = 0, i = threadIdx.x; i < hd; m++, i += HEAD_THREADS) y[i] = total == 0 ? 0 : sum[m] / total;
+    join_warps(x, hd, y);
     for (int i = 0; kv_group(c.v.type) && i < hd; i += KV_ROTATION) kv_rotate_back(y + i);
     __syncthreads();
-    for (int i = threadIdx.x; i < hd; i += HEAD_THREADS)
+    for (int i = threadIdx.x; i < hd; i += ROW_THREADS)
         store_act(o.out, r, o.n_heads * hd, h * hd + i, y[tied_index(c, i)]);
 }
 
 static void plain_attend(const Attend *o) {
     const Cache *c = o->cache;
     const BlockList none = { };
-    if (c->head_dim > MAX_HEAD_DIM) plain_refuse("head_dim: expected at most 512", c->head_dim);
-    if (o->out.q && c->head_dim % 32) plain_refuse("heads of whole groups of 32 for int8", c->head_dim);
+    const int hd = c->head_dim;
+    if (hd > MAX_HEAD_DIM) plain_refuse("head_dim: expected at most 512", hd);
+    if (o->out.q && hd % 32) plain_refuse("heads of whole groups of 32 for int8", hd);
     if (o->store) plain_qkv_store(o->store);
-    launch("attend", dim3(o->n_heads, o->batch->n_rows), HEAD_THREADS, attend_kernel, *o, *o->batch, *c, tail_of(*c),
-           o->staging ? *o->staging : *c, o->staging != NULL, o->blocks ? *o->blocks : none);
+    launch("attend", dim3(o->n_heads, o->batch->n_rows), ROW_THREADS,
+           hd <= 128 ? attend_kernel<4> : hd <= 256 ? attend_kernel<8> : attend_kernel<16>, *o, *o->batch, *c,
+           tail_of(*c), o->staging ? *o->staging : *c, o->staging != NULL, o->blocks ? *o->blocks : none);
 }
 
 // block_select, part 1: means[seg][g][n] = mean of the keys of block n, for whole blocks
 //   shapes    means (n_segs, n_kv_heads, n_blocks, head_dim)
-//   launch    grid (n_blocks, n_kv_heads, n_segs), block 128: the mean of one block of keys
+//   launch    grid (n_blocks, n_kv_heads, n_segs), block 256: the mean of one block of keys
 //   traffic   reads every key once
 //   numerics  f32, ascending slots
 //   see       ref_mean_key
@@ -967,7 +994,7 @@ static __global__ void block_score_kernel(BlockSelect o, Batch b, Cache c) {
     const RowBlock v = row_block(b, blockIdx.z);
     const float *mean = (const float *)o.means + (((size_t)v.seg * c.n_kv_heads + g) * o.out.n_blocks + n) * hd;
     if (v.all || n >= v.n) return;
-    for (int r = threadIdx.x / WARP; r < SELECT_ROWS; r += ROW_THREADS / WARP) {
+    for (int r = threadIdx.x / WARP; r < SELECT_ROWS; r += WARPS) {
         const bool sees = r < v.n_rows && v.pos + r >= (n + 1) * SELECT_KEYS - 1;
         const float *q = o.q + ((size_t)(v.first + r) * o.n_heads + h) * hd;
         float sum = 0;
@@ -1034,7 +1061,7 @@ static __global__ void block_list_kernel(BlockSelect o, Batch b, int n_kv_heads)
 static void plain_block_select(const BlockSelect *o) {
     const Cache *c = o->cache;
     const int lists = div_up(o->batch->n_rows, SELECT_ROWS);
-    launch("block_select", dim3(o->out.n_blocks, c->n_kv_heads, o->batch->n_segs), HEAD_THREADS, block_mean_kernel, *o,
+    launch("block_select", dim3(o->out.n_blocks, c->n_kv_heads, o->batch->n_segs), ROW_THREADS, block_mean_kernel, *o,
            *o->batch, *c);
     launch("block_select", dim3(o->out.n_blocks, o->n_heads, lists), ROW_THREADS, block_score_kernel, *o, *o->batch,
            *c);
@@ -1267,7 +1294,7 @@ static __global__ void centroid_tokens_kernel(HeadCentroid o, int n_centroids, i
 //   see       ref_candidates
 //   fast twin candidates_kernel: a warp computes four logits at a time, with integer dot products
 static __global__ void candidates_kernel(Tensor w, Act y, const int32_t *tokens, int n, float *z) {
-    const int i = blockIdx.y * (ROW_THREADS / WARP) + threadIdx.x / WARP;
+    const int i = blockIdx.y * WARPS + threadIdx.x / WARP;
     const size_t at = (size_t)blockIdx.x * n + i;
     float sum[TILE_ROWS];
     if (i >= n) return;                                // whole warps
@@ -1285,7 +1312,7 @@ static void plain_head_centroid(const HeadCentroid *o) {
         const int rows = min_int(TILE_ROWS, o->n_rows - r);
         float *z = o->logits + (size_t)r * n;
         launch("head_centroid", rows, ROW_THREADS, centroid_tokens_kernel, *o, n_centroids, per, r, tokens);
-        launch("head_centroid", dim3(rows, div_up(n, ROW_THREADS / WARP)), ROW_THREADS, candidates_kernel, *o->w,
+        launch("head_centroid", dim3(rows, div_up(n, WARPS)), ROW_THREADS, candidates_kernel, *o->w,
                act_from(y, r, cols), (const int32_t *)tokens, n, z);
         if (o->logsumexp)
             launch("head_centroid", rows, ROW_THREADS, logsumexp_kernel, z, n, (const int32_t *)NULL, o->logsumexp + r);
@@ -1542,7 +1569,7 @@ static void plain_init(const Limits *lim) {
 static void *plain_reserve(size_t bytes) {
     void *p = NULL;
     if (cudaMalloc(&p, bytes ? bytes : 256) != cudaSuccess) {
-        cudaGetLastError();
+        (void)cudaGetLastError();
         return NULL;
     }
     plain_check("reserve", cudaMemsetAsync(p, 0, bytes, plain.stream));
@@ -1608,7 +1635,7 @@ const Ops *plain_ops(void) {
     int n_devices = 0;
     if (plain.stream) return &ops;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || !n_devices) {
-        cudaGetLastError();
+        (void)cudaGetLastError();
         return NULL;
     }
     start_device();

@@ -1,6 +1,6 @@
 /* test_check.c - gemma4 check (parts/bench.h [2]): a correct backend passes with several types of cache; an error of
  * 1 % in one operation of one layer is named at its layer and fails; so is an expert that is not among the best, while
- * two experts that tie may change places. */
+ * two experts that tie may change places, and the key of a row may be off by what an int8 code brings. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -8,7 +8,7 @@
 
 // The CPU's operations with an error in one of them, in one layer. Each layer has one attend, gate_up and expert_down.
 static Ops faulty;
-static enum { NO_FAULT, Q_FAULT, FFN_FAULT, EXPERT_FAULT, CHOICE_FAULT, TIE_FAULT, ROW_FAULT } fault;
+static enum { NO_FAULT, Q_FAULT, FFN_FAULT, EXPERT_FAULT, CHOICE_FAULT, TIE_FAULT, ROW_FAULT, KEY_JUMP } fault;
 static int fault_layer, layer;        // layer: of the operations that come next
 static bool after_gate_up;            // the next matmul of a dense layer is ffn_down
 
@@ -24,6 +24,11 @@ static void start_pass(const Embed *o) {
 static void wrap_attend(const Attend *o) {
     if (fault == Q_FAULT && layer == fault_layer && o->store)         // 1 % of every second value: a norm follows
         scale(o->store->q, (size_t)o->batch->n_rows * (size_t)(o->n_heads * o->cache->head_dim), 2);
+    if (fault == KEY_JUMP && layer == fault_layer && o->store) {      // of one row, as after one other int8 code
+        const size_t cols = (size_t)(o->cache->n_kv_heads * o->cache->head_dim);
+        float *k = (float *)o->store->k + cols;
+        for (size_t i = 0; i < cols; i++) k[i] *= i % 2 ? 1.0005f : 0.9995f;
+    }
     cpu_ops()->attend(o);
 }
 
@@ -130,5 +135,7 @@ int main(void) {
     finds(dense, KV_F32, ROW_FAULT, 4, "ffn_out");
     finds(moe, KV_F32, CHOICE_FAULT, 2, "ffn_moe_topk");
     passes(moe, cpu_ops(), KV_F32, TIE_FAULT);
+    passes(moe, cpu_ops(), KV_F32, KEY_JUMP);
+    passes(dense, cpu_ops(), KV_F32, KEY_JUMP);
     return test_done("check");
 }

@@ -40,9 +40,10 @@ caller view.h
 ok "view.h sees engine.h alone" [ "$status" -eq 0 ]
 caller chat.h parts/answer.h parts/lines.h parts/compress.h
 ok "chat.h sees engine.h and three callers" [ "$status" -eq 0 ]
-caller server.h parts/answer.h parts/lines.h parts/compress.h parts/chat.h parts/store.h
+caller server.h parts/answer.h parts/lines.h parts/compress.h parts/chat.h parts/store.h \
+    parts/request.h parts/schedule.h parts/exchange.h parts/openai.h parts/dialects.h parts/anthropic.h parts/responses.h
 ok "server.h sees engine.h and callers" [ "$status" -eq 0 ]
-[ "$http" ] || skip "store.h and server.h: no libmicrohttpd, so most of them is not compiled"
+[ "$http" ] || skip "store.h, server.h and the parts between: no libmicrohttpd, so most of them is not compiled"
 extra='static int look(const Model *m) { return m->config.vocab; }'       # the check itself: it notices who looks inside
 caller compress.h
 ok "a caller that looks into a Model does not compile" [ "$status" -ne 0 ]

@@ -2729,6 +2729,11 @@ static void run_all(const Ops *table, char **only) {
         { "head_centroid", op->head_centroid, test_head_centroid },
         { "pair", op->pair, test_pair }
     };
+    for (char **name = only; *name; name++) {
+        bool known = false;
+        for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) known |= strcmp(*name, tests[i].name) == 0;
+        CHECK(known, "%s: expected the name of an operation of gemma4.h", *name);
+    }
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         const double start = seconds();
         char why[80];
@@ -2781,7 +2786,8 @@ int main(int argc, char **argv) {
 #ifdef BACKEND_OPS
     if (argc > 1 && !strcmp(argv[1], "-" BACKEND_NAME)) {
         if (!getenv("LONG")) n_runs_100 = 5, every = 5;
-        run_all(BACKEND_OPS(), argv + 2);
+        if (BACKEND_OPS()) run_all(BACKEND_OPS(), argv + 2);
+        else SKIP("no device that " BACKEND_NAME " can use");
         return test_done("ops");
     }
 #endif

@@ -1,0 +1,574 @@
+/* schedule.h - the jobs of the server: a queue, and one engine thread that answers all of them together.
+ *
+ * Uses engine.h, grammar.h, request.h; the callers store.h (idle conversations) and answer.h (hashes). Begin with
+ * run_engine().
+ *   [1] How much of a prompt a round runs    [2] Jobs    [3] Slots    [4] Rounds
+ *
+ * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Another
+ *          thread writes files of sessions (store.h, which has its own lock).
+ *          Server.lock guards the queue, the counters, the peers, the remembered calls, Slot.job if others than the
+ *          engine read it, and the answer and the ids of every queued job. */
+#ifndef SCHEDULE_H
+#define SCHEDULE_H
+
+// ==== [1] How much of a prompt a round runs ==========================================================================
+
+#if defined USE_MICROHTTPD || defined TESTING
+// While answers are under way, a round that also runs a part of a prompt should take at most SHARE_MOST times as long
+// as one without. The times of rounds show how much of a prompt that is, in rows or in multiplications. One round in
+// SHARE_ROUNDS runs without a prompt, to measure that time too.
+typedef struct {
+    double amount;            // of a prompt, in the next round with a prompt
+    double least, most;       // least > 0: no prompt starves
+    int    n;                 // rounds with a prompt since the last one without
+    double plain;             // seconds of a round without, 0: not known
+} Share;
+
+enum { SHARE_MOST = 3, SHARE_LEAST = 8, SHARE_ROUNDS = 32 };         // SHARE_LEAST: rows
+
+static inline Share share_of(double least, double most) {
+    return (Share){ .amount = least, .least = least, .most = most };
+}
+
+static inline bool share_looks(const Share *s) { return s->plain <= 0 || s->n >= SHARE_ROUNDS; }
+
+// Learns from a round that took `taken` seconds. with: how much of a prompt it ran, s->amount or the least that can run
+// at once; 0: it ran no prompt.
+static inline void share_learn(Share *s, double with, double taken) {
+    if (with <= 0) {
+        const double more = fmin(taken, 2 * s->plain) - s->plain;    // one round may be slow by chance
+        s->plain += s->plain > 0 ? more * (more > 0 ? 0.25 : 0.5) : taken;
+        s->n = 0;
+        return;
+    }
+    const double change = 0.9 * SHARE_MOST * s->plain / taken;       // a tenth is left for variation
+    s->amount = fmin(fmax(fmax(s->amount, with) * fmin(fmax(change, 0.5), 1.25), s->least), s->most);
+    s->n++;
+}
+#endif
+
+#ifdef USE_MICROHTTPD
+#include <poll.h>
+#include <semaphore.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+
+enum { IDLE_SECONDS = 30, KEEP_ALIVE_SECONDS = 10, DRAIN_SECONDS = 30, CLIENT_LEFT = 499, REPLAYS = 4096 };
+
+// ==== [2] Jobs =======================================================================================================
+// A job is a prompt and its answer. Jobs wait in a queue. When a session is free, it goes to the first job of the
+// clients that have fewest jobs under way. If several sessions are free, the job gets the one that holds most of its
+// prompt. All sessions with a job advance together: each round decodes one token of each, and runs one chunk of one
+// long prompt; long prompts alternate. If the chunk size cannot change results, chunks are smaller while answers are
+// under way; else a chunk ends at the same tokens, no matter which other jobs run. Decoded rows do not depend on each
+// other, so an answer does not depend on other answers.
+
+typedef struct { TokText name, arguments; char id[40]; } Call;
+typedef struct { TokIds ids; char id[40]; } Replay;                  // a call as the model wrote it
+// A token of the answer, its probability, and the most probable tokens at its place.
+typedef struct { int32_t id, n_top, top[MAX_TOP]; float logprob, top_logprob[MAX_TOP]; } Likely;
+
+typedef struct Job {
+    struct Job   *next;       // in the queue
+    // the question: not changed after it is queued, except the ids: see take_held()
+    TokIds        ids;
+    int           checkpoint_at;       // see Prompt
+    AnswerOptions options;
+    float        *bias;       // (vocab), or NULL
+    bool          no_cache;
+    bool          by_ids;     // the client gave the prompt as token ids: they are run as they are
+    int           n_top;      // most probable tokens to report with each token; -1: no probabilities
+    int           fd;         // of the client
+    uint64_t      client;     // equal for jobs of the same client
+    double        queued, deadline;        // seconds()
+    // the answer
+    TokIds        said;
+    TokText       content, thought;
+    Call         *calls;
+    Likely       *likely;     // (n_likely) tokens of the content
+    int           n_calls, n_likely, room_likely;
+    int           run, total, cached;      // tokens of the prompt
+    bool          started, done;
+    EndReason     end;
+    Turn          turn;
+    int           thought_tokens;
+    const char   *stop;       // the stop string that ended it, or NULL
+    Fault         fault;      // status 0: there is an answer
+    // owners
+    bool          gone;       // its client has left
+    int           n_owners;   // the connection and the engine
+    pthread_cond_t news;      // something was added
+} Job;
+
+typedef struct {
+    Session *s;
+    Job     *job;             // NULL: free
+    int64_t  used;            // number of its last job, 0: none
+    size_t   asked;           // tokens of that job's prompt that the next prompt of its conversation begins with
+    bool     biased;          // its biases are not 0
+    bool     by_ids;          // see SessionNote: of the tokens that it holds
+} Slot;
+
+typedef struct {              // since the start
+    uint64_t jobs, refused, cancelled, prompt_tokens, cached_tokens, made, http[6];     // http: by hundreds of status
+    double   prompt_seconds, decode_seconds;
+} Totals;
+
+typedef struct Peer {         // a connection
+    struct Peer *next, **link;         // link: what points to it
+    int          fd;
+    double       quiet;       // seconds() since when the head of a request is due; INFINITY: none is
+} Peer;
+
+typedef struct {
+    Model          *m;
+    Tokenizer      *t;
+    GrammarVocab    vocab;
+    ServeOptions    o;
+    char            name[128];         // of the model
+    int64_t         created;           // time() of the start
+    uint64_t        salt;              // so that ids of this run differ from those of others
+    atomic_ullong   n_ids;
+    Slot           *slots;             // (n_seqs)
+    Store           store;             // idle conversations
+    float          *logits;            // (vocab)
+    int             last_prompt;       // slot of the prompt that advanced last
+    int             chunk;             // rows of a prompt in a round without answers
+    bool            by_rows;           // share.amount counts rows of a prompt; false: multiplications
+    Share           share;             // how much of a prompt runs in a round with answers
+    bool            loopback;
+    pthread_mutex_t lock;
+    Job            *first, **last;     // the queue
+    Peer           *peers;
+    int             n_peers, n_queued, n_running;
+    int             n_open;            // requests whose answer is not complete
+    int64_t         n_jobs;
+    Replay         *replays;           // (REPLAYS) the last calls
+    int             n_replays;         // since the start
+    bool            draining;
+    Totals          totals;
+} Server;
+
+static int n_slots(const Server *srv) { return model_options(srv->m)->n_seqs; }
+static int context_size(const Server *srv) { return model_options(srv->m)->n_ctx; }
+
+static sem_t wake;                                     // wakes the engine: a job or a signal came, or a client left
+static atomic_int stop_asked;                          // the signal that asks to stop; any thread may set it
+
+static void on_stop(int signal_number) {
+    if (stop_asked) _exit(128 + signal_number);
+    stop_asked = signal_number;
+    sem_post(&wake);
+}
+
+// A new id, different from those of all other answers of this and other runs: prefix, 24 digits.
+static void new_id(Server *srv, const char *prefix, char out[40]) {
+    const uint64_t n[2] = { srv->salt, atomic_fetch_add(&srv->n_ids, 1) };
+    snprintf(out, 40, "%.12s%016" PRIx64 "%08" PRIx32, prefix, hash_bytes(n, sizeof n), (uint32_t)n[1]);
+}
+
+static void job_free(Job *job) {
+    for (int i = 0; i < job->n_calls; i++) {
+        tok_text_free(&job->calls[i].name);
+        tok_text_free(&job->calls[i].arguments);
+    }
+    for (int i = 0; i < job->options.stops.n; i++) free((char *)(uintptr_t)job->options.stops.text[i]);
+    free(job->options.stops.text);
+    free(job->calls);
+    free(job->likely);
+    free(job->bias);
+    if (job->options.grammar) grammar_free(job->options.grammar);
+    free(job->options.grammar);
+    tok_ids_free(&job->ids);
+    tok_ids_free(&job->said);
+    tok_text_free(&job->content);
+    tok_text_free(&job->thought);
+    pthread_cond_destroy(&job->news);
+    free(job);
+}
+
+static void job_drop(Job *job) {                       // one owner less; the caller holds the lock
+    if (!--job->n_owners) job_free(job);
+}
+
+// Puts a job at the end of the queue. False: it is refused.
+static bool submit(Server *srv, Job *job, Fault *f) {
+    bool ok = true;
+    pthread_mutex_lock(&srv->lock);
+    if (srv->draining) {
+        ok = refuse(f, 503, "", "the server is shutting down");
+    } else if (srv->n_queued >= srv->o.max_queue + (n_slots(srv) - srv->n_running)) {
+        srv->totals.refused++;
+        ok = refuse(f, 429, "", "the queue is full with %d requests; try again later", srv->n_queued);
+    } else {
+        job->queued = seconds();
+        job->deadline = job->queued + srv->o.timeout;
+        job->n_owners = 2;
+        *srv->last = job;
+        srv->last = &job->next;
+        srv->n_queued++;
+        srv->totals.jobs++;
+    }
+    pthread_mutex_unlock(&srv->lock);
+    if (ok) sem_post(&wake);
+    return ok;
+}
+
+static void job_done(Server *srv, Job *job) {          // the engine has finished it; the caller holds the lock
+    job->done = true;
+    srv->totals.cancelled += job->gone;
+    if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client closed the connection");
+    pthread_cond_broadcast(&job->news);
+    job_drop(job);
+}
+
+static bool has_left(const Job *job) {                 // the client has closed its end of the connection
+    struct pollfd p = { .fd = job->fd, .events = POLLRDHUP };
+    return job->gone || (poll(&p, 1, 0) > 0 && p.revents & (POLLRDHUP | POLLHUP | POLLERR));
+}
+
+// Finds jobs whose client has left. The caller holds the lock.
+static void look_for_clients(Server *srv) {
+    for (int i = 0; i < n_slots(srv); i++)
+        if (srv->slots[i].job) srv->slots[i].job->gone = has_left(srv->slots[i].job);
+    for (Job *job = srv->first; job; job = job->next) job->gone = has_left(job);
+}
+
+// Closes connections that do not complete their request. libmicrohttpd closes those that send nothing; these send a
+// byte now and then.
+static void end_slow_peers(Server *srv, double now) {
+    for (const Peer *p = srv->peers; p; p = p->next)
+        if (now - p->quiet > IDLE_SECONDS) shutdown(p->fd, SHUT_RDWR);
+}
+
+// Removes from the queue jobs whose client has left, or that waited too long. The caller holds the lock.
+static void clean_queue(Server *srv, double now) {
+    srv->last = &srv->first;
+    for (Job *job; (job = *srv->last); ) {
+        if (!job->gone && now < job->deadline) {
+            srv->last = &job->next;
+            continue;
+        }
+        if (!job->gone) refuse(&job->fault, 503, "", "no session became free within %d seconds", srv->o.timeout);
+        *srv->last = job->next;
+        srv->n_queued--;
+        job_done(srv, job);
+    }
+}
+
+// ==== [3] Slots ======================================================================================================
+
+// Returns how many tokens of the session the job's prompt begins with, if they are at least half of the session's
+// tokens or half of the prompt. Else returns 0: reuse would save little, and the session's other tokens would be lost.
+static size_t worth(Server *srv, const Slot *slot, const Job *job) {
+    const TokIds *held = session_held(slot->s);
+    if (job->no_cache) return 0;
+    const Shared same = shared(job->by_ids || slot->by_ids ? NULL : srv->t, held, &job->ids);
+    return 2 * same.held >= held->n || 2 * same.ids >= job->ids.n ? same.held : 0;
+}
+
+// Returns the free slot whose session saves the job most tokens by worth(), and sets *most to their number. If several
+// slots are equal, returns the least recently used one. Returns NULL if no slot is free.
+static Slot *choose_slot(Server *srv, const Job *job, size_t *most) {
+    Slot *best = NULL;
+    *most = 0;
+    for (int i = 0; i < n_slots(srv); i++) {
+        Slot *slot = &srv->slots[i];
+        if (slot->job) continue;
+        const size_t n = worth(srv, slot, job);
+        if (best && (n < *most || (n == *most && slot->used >= best->used))) continue;
+        best = slot;
+        *most = n;
+    }
+    return best;
+}
+
+static Slot *oldest_slot(Server *srv) {                // the least recently used free slot; NULL: none
+    Slot *best = NULL;
+    for (int i = 0; i < n_slots(srv); i++) {
+        Slot *slot = &srv->slots[i];
+        if (!slot->job && (!best || slot->used < best->used)) best = slot;
+    }
+    return best;
+}
+
+// Puts what a slot holds into the store, unless the next job continues it. same: tokens that the two share.
+static void park(Server *srv, Slot *slot, size_t same) {
+    if (slot->used && same >= slot->asked) return;
+    if (!store_park(&srv->store, slot->s, slot->by_ids)) fprintf(stderr, "# %s\n", srv->store.err);
+}
+
+// Returns the slot that holds most of the job's prompt. If a session in the store holds more of it, resumes that
+// session in the least recently used slot. Returns NULL if no slot is free.
+static Slot *make_ready(Server *srv, Job *job) {
+    enum { GAIN = 64 };       // more tokens that justify resuming a session from the store
+    size_t most, stored = 0;
+    Slot *slot = choose_slot(srv, job, &most);
+    if (!slot) return NULL;
+    Parked *p = job->no_cache ? NULL : store_find(&srv->store, job->by_ids ? NULL : srv->t, &job->ids, &stored);
+    const bool resumes = p && stored > most + GAIN;
+    if (resumes) slot = oldest_slot(srv);
+    park(srv, slot, resumes ? 0 : most);               // may drop p, which stays valid while it is pinned
+    if (resumes) slot->by_ids = p->by_ids;
+    if (!resumes) store_release(&srv->store, p);
+    else if (!store_resume(&srv->store, slot->s, p)) fprintf(stderr, "# %s\n", srv->store.err);
+    return slot;
+}
+
+// Replaces tokens of the prompt by those that the session holds, if their text is the same.
+static void take_held(Server *srv, const Session *s, Job *job) {
+    const TokIds *held = session_held(s);
+    const Shared same = shared(srv->t, held, &job->ids);
+    TokIds ids = { 0 };
+    for (size_t i = 0; i < same.held; i++) push_id(srv->t, &ids, held->ids[i]);
+    for (size_t i = same.ids; i < job->ids.n; i++) push_id(srv->t, &ids, job->ids.ids[i]);
+    if (ids.n <= (size_t)context_size(srv)) {
+        pthread_mutex_lock(&srv->lock);
+        if ((size_t)job->checkpoint_at >= same.ids) job->checkpoint_at += (int)same.held - (int)same.ids;
+        else job->checkpoint_at = 0;
+        const TokIds old = job->ids;
+        job->ids = ids;
+        ids = old;
+        pthread_mutex_unlock(&srv->lock);
+    }
+    tok_ids_free(&ids);
+}
+
+static void start_job(Server *srv, Slot *slot, Job *job) {
+    Session *s = slot->s;
+    if (job->bias || slot->biased) session_set_bias(s, job->bias);
+    slot->biased = job->bias;
+    if (job->no_cache) session_forget(s);
+    else if (!job->by_ids && !slot->by_ids) take_held(srv, s, job);
+    slot->by_ids = job->by_ids;
+    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at };
+    const bool ok = session_start(s, &p, &job->options);
+    pthread_mutex_lock(&srv->lock);
+    job->total = (int)job->ids.n;
+    slot->used = ++srv->n_jobs;
+    slot->asked = (size_t)(job->checkpoint_at ? job->checkpoint_at : job->total);
+    job->started = true;
+    job->cached = ok ? job->total - session_state(s).n_left : 0;
+    job->run = job->cached;
+    if (ok) {
+        slot->job = job;
+        srv->n_running++;
+    } else {
+        refuse(&job->fault, 400, "", "%s", session_error(s));
+        job_done(srv, job);
+    }
+    pthread_mutex_unlock(&srv->lock);
+}
+
+// Returns the pointer to the next job: the first one of a client with fewest jobs under way. The caller holds the lock.
+static Job **next_in_line(Server *srv) {
+    Job **best = &srv->first;
+    int least = INT_MAX;
+    for (Job **at = &srv->first; *at; at = &(*at)->next) {
+        int n = 0;
+        for (int i = 0; i < n_slots(srv); i++)
+            n += srv->slots[i].job && srv->slots[i].job->client == (*at)->client;
+        if (n < least) least = n, best = at;
+    }
+    return best;
+}
+
+// Gives free sessions to waiting jobs.
+static void admit(Server *srv) {
+    for (;;) {
+        pthread_mutex_lock(&srv->lock);
+        Job **at = oldest_slot(srv) ? next_in_line(srv) : NULL, *job = at ? *at : NULL;
+        if (job) {
+            *at = job->next;
+            if (!job->next) srv->last = at;
+            srv->n_queued--;
+            job->next = NULL;
+        }
+        pthread_mutex_unlock(&srv->lock);
+        if (!job) return;
+        start_job(srv, make_ready(srv, job), job);
+    }
+}
+
+// ==== [4] Rounds =====================================================================================================
+
+typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // PLAIN: only answers; SHARED: also a prompt
+
+// Chooses the sessions of the next round. Returns their number, and sets *round to the kind of the round. If there are
+// several long prompts, only one of them runs.
+static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
+    const int n_seqs = n_slots(srv), after = srv->last_prompt, paused = model_paused(srv->m);
+    bool long_one = false, answers = false;
+    int n = 0;
+    for (int i = 0; i < n_seqs; i++) {
+        const SessionState state = session_state(srv->slots[i].s);
+        answers |= state.running && !state.prompting;
+    }
+    const bool looks = answers && share_looks(&srv->share);
+    const int chunk = answers && srv->by_rows ? (int)srv->share.amount : srv->chunk;
+    *round = answers ? ROUND_PLAIN : ROUND_OTHER;
+    for (int k = 1; k <= n_seqs; k++) {
+        const int i = (after + k) % n_seqs;
+        Slot *slot = &srv->slots[i];
+        if (!slot->job) continue;
+        session_set_budget(slot->s, chunk, answers && !srv->by_rows ? srv->share.amount : INFINITY);
+        const SessionState state = session_state(slot->s);
+        const bool is_prompt = state.running && state.prompting;
+        const bool is_long = is_prompt && state.n_left > min_int(chunk, STEP_ROWS);
+        if (is_long && (long_one || (paused >= 0 && paused != i))) continue;
+        if (is_prompt && looks) continue;
+        if (is_prompt) *round = *round == ROUND_PLAIN && state.n_next == chunk ? ROUND_SHARED : ROUND_OTHER;
+        if (is_long) srv->last_prompt = i;
+        long_one |= is_long;
+        sessions[n] = slot->s;
+        slots[n++] = slot;
+    }
+    return n;
+}
+
+// Learns from the time of a round that ran no prompt, or that ran as much of one as the share allows.
+static void learn_share(Server *srv, Round round, double taken) {
+    const double with = srv->by_rows ? srv->share.amount : session_state(srv->slots[srv->last_prompt].s).work_done;
+    const bool whole = srv->by_rows || model_paused(srv->m) >= 0;         // else the chunk had ended before
+    if (round == ROUND_PLAIN) share_learn(&srv->share, 0, taken);
+    if (round == ROUND_SHARED && whole) share_learn(&srv->share, with, taken);
+}
+
+// The probability of the last token, and the n most probable tokens. Overwrites the logits.
+static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
+    const double sum = logsumexp(logits, vocab);
+    *l = (Likely){ .id = id, .n_top = min_int(n, vocab), .logprob = (float)(logits[id] - sum) };
+    for (int k = 0; k < l->n_top; k++) {
+        int best = 0;
+        for (int i = 1; i < vocab; i++) if (logits[i] > logits[best]) best = i;
+        l->top[k] = best;
+        l->top_logprob[k] = (float)(logits[best] - sum);
+        logits[best] = -INFINITY;
+    }
+}
+
+// Only tokens that the client sees have probabilities.
+static void add_likely(Server *srv, Slot *slot, const Event *e) {
+    Job *job = slot->job;
+    if (job->n_top < 0 || e->kind != EVENT_TOKEN || e->n_ids != 1 || tok_reply_thinks(session_reply(slot->s)) ||
+        tok_is_stop(srv->t, e->ids[0])) return;
+    Likely l;
+    if (!session_logits(slot->s, srv->logits)) return;
+    weigh(srv->logits, model_shape(srv->m).vocab, e->ids[0], job->n_top, &l);
+    pthread_mutex_lock(&srv->lock);
+    if (job->n_likely == job->room_likely) {
+        job->room_likely = 2 * job->room_likely + 64;
+        job->likely = realloc(job->likely, (size_t)job->room_likely * sizeof *job->likely);
+        if (!job->likely) die("out of memory for %d probabilities", job->room_likely);
+    }
+    job->likely[job->n_likely++] = l;
+    pthread_mutex_unlock(&srv->lock);
+}
+
+// Remembers the tokens of the answer's last call. The caller holds the lock.
+static void remember(Server *srv, const Job *job, const char *id) {
+    Replay *replay = &srv->replays[srv->n_replays++ % REPLAYS];
+    size_t first = job->said.n;
+    while (first > 0 && job->said.ids[first - 1] != srv->t->call_open) first--;
+    replay->ids.n = 0;
+    snprintf(replay->id, sizeof replay->id, "%s", id);
+    for (size_t i = first ? first - 1 : 0; first && i < job->said.n; i++)
+        if (tok_push_id(srv->t, &replay->ids, job->said.ids[i]) < 0) die("out of memory for a call");
+}
+
+static void add_calls(Server *srv, Job *job, const TokReply *r) {
+    for (; job->n_calls < r->n_calls; job->n_calls++) {
+        job->calls = realloc(job->calls, (size_t)(job->n_calls + 1) * sizeof *job->calls);
+        if (!job->calls) die("out of memory for a tool call");
+        const TokCall *from = &r->calls[job->n_calls];
+        Call *call = &job->calls[job->n_calls];
+        *call = (Call){ 0 };
+        append(&call->name, from->name.s, from->name.n);
+        append(&call->arguments, from->arguments.s, from->arguments.n);
+        new_id(srv, "call_", call->id);
+        remember(srv, job, call->id);
+    }
+}
+
+static void end_job(Server *srv, Slot *slot, const Event *e) {       // the caller holds the lock
+    Job *job = slot->job;
+    const Turn *turn = session_turn(slot->s);
+    job->end = e->end;
+    job->turn = *turn;
+    job->thought_tokens = turn->thought_tokens;
+    job->stop = turn->stop;
+    if (e->end == END_ERROR && job->bias)
+        refuse(&job->fault, 400, "logit_bias", "logit_bias: it excludes every token");
+    if (e->end == END_ERROR && job->options.grammar) refuse(&job->fault, 400, "", "%s", e->error);
+    if (e->end == END_ERROR) refuse(&job->fault, 500, "", "%s", e->error);
+    if (e->end == END_CANCELLED && srv->draining) refuse(&job->fault, 503, "", "the server is shutting down");
+    srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
+    srv->totals.cached_tokens += (uint64_t)job->cached;
+    srv->totals.made += (uint64_t)turn->made;
+    srv->totals.prompt_seconds += turn->prompt_seconds;
+    srv->totals.decode_seconds += turn->decode_seconds;
+    slot->job = NULL;
+    srv->n_running--;
+    job_done(srv, job);
+}
+
+static void tell(Server *srv, Slot *slot, const Event *e) {
+    Job *job = slot->job;
+    add_likely(srv, slot, e);
+    pthread_mutex_lock(&srv->lock);
+    append(&job->content, e->content.s, e->content.n);
+    append(&job->thought, e->thought.s, e->thought.n);
+    for (int i = 0; i < e->n_ids && srv->t->call_open >= 0; i++)
+        if (tok_push_id(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
+    add_calls(srv, job, session_reply(slot->s));
+    if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
+    if (e->kind == EVENT_TOKEN) job->run = job->total;
+    if (e->kind == EVENT_END) end_job(srv, slot, e);
+    else pthread_cond_broadcast(&job->news);
+    pthread_mutex_unlock(&srv->lock);
+}
+
+// Runs until a signal asks to stop and the jobs that came before it are answered, or have had DRAIN_SECONDS.
+static void run_engine(Server *srv) {
+    Session *sessions[MAX_SESSIONS];
+    Slot *slots[MAX_SESSIONS];
+    Event events[MAX_SESSIONS];
+    double give_up = INFINITY;
+    Round round;
+    for (;;) {
+        const double now = seconds();
+        const int stop = stop_asked;                   // the same value for the whole round
+        if (stop && isinf(give_up)) {
+            fprintf(stderr, "# signal %d: finishing running requests, refusing new ones\n", stop);
+            give_up = now + DRAIN_SECONDS;
+        }
+        pthread_mutex_lock(&srv->lock);
+        srv->draining = stop;
+        look_for_clients(srv);
+        end_slow_peers(srv, now);
+        clean_queue(srv, now < give_up ? now : INFINITY);
+        for (int i = 0; i < n_slots(srv); i++) {
+            const Job *job = srv->slots[i].job;
+            if (job && (job->gone || now >= job->deadline || now >= give_up)) session_cancel(srv->slots[i].s);
+        }
+        pthread_mutex_unlock(&srv->lock);
+        admit(srv);
+        const int n = pick(srv, sessions, slots, &round);
+        if (n) {
+            const double start = seconds();
+            sessions_next(sessions, n, events);
+            learn_share(srv, round, seconds() - start);
+            for (int i = 0; i < n; i++) tell(srv, slots[i], &events[i]);
+        } else if (stop) {
+            break;
+        } else {
+            struct timespec until;
+            clock_gettime(CLOCK_REALTIME, &until);
+            until.tv_sec += KEEP_ALIVE_SECONDS;
+            while (sem_timedwait(&wake, &until) && errno == EINTR) {}
+        }
+    }
+}
+
+#endif
+#endif
