@@ -76,6 +76,7 @@ static bool put_tools(Exchange *x, TokText *out, const GgufJson *root, const cha
         put(out, i ? ",{'type':'function','function':{'name':%r" : "{'type':'function','function':{'name':%r", raw(&v));
         take_member(out, &tool, "description", "description");
         take_member(out, &tool, parameters, "parameters");
+        take_member(out, &tool, "strict", "strict");
         put(out, "}}");
     }
     put(out, "]");

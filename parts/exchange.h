@@ -67,11 +67,18 @@ static const char *header(const Exchange *x, const char *name) {
 
 static bool is_anthropic(const Exchange *x) { return header(x, "anthropic-version"); }
 
+// Says which restrictions of a schema the answer may not satisfy.
+static void add_warning_header(const Exchange *x, struct MHD_Response *r) {
+    const Grammar *g = x->job ? x->job->options.grammar : NULL;
+    if (g && *g->warnings) MHD_add_response_header(r, "X-Gemma4-Warning", g->warnings);
+}
+
 static void respond(Exchange *x, int status, const char *type, TokText *body) {
     struct MHD_Response *r = MHD_create_response_from_buffer(body->n, body->s, MHD_RESPMEM_MUST_FREE);
     if (!r) die("out of memory for a response");
     MHD_add_response_header(r, "Content-Type", type);
     MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
+    add_warning_header(x, r);
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if (status == 405 && x->route) MHD_add_response_header(r, "Allow", x->route->method);
@@ -211,8 +218,8 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
 }
 
 // The schema of a response_format, in any of its forms: those of OpenAI's two APIs, Anthropic's and llama.cpp's; empty:
-// none.
-static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
+// none. *strict: what cannot be enforced is an error.
+static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema, bool *strict) {
     static const char any_object[] = "{\"type\":\"object\",\"additionalProperties\":true}";
     GgufJson type, inner, v;
     if (!is_given(format) || (gguf_json_get(format, "type", &type) && gguf_json_is(&type, "text"))) return true;
@@ -224,6 +231,7 @@ static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     const bool there = gguf_json_get(deep ? &inner : format, "schema", &v) && is_given(&v);
     if (!there && !object) return refuse(&x->fault, 400, "response_format", "response_format: expected a schema");
     *schema = there ? (TokStr){ v.s, v.n } : (TokStr){ any_object, sizeof any_object - 1 };
+    *strict = gguf_json_get(deep ? &inner : format, "strict", &v) && v.type == GGUF_J_TRUE;
     return true;
 }
 
@@ -251,8 +259,8 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
     TokStr schema = { NULL, 0 };
     GgufJson rest = r->tools, tool;
     char wanted[128];
-    bool required, ok;
-    if (!read_format(x, &r->response_format, &schema) || !read_choice(x, &r->tool_choice, &required, wanted))
+    bool required, ok, strict = false;
+    if (!read_format(x, &r->response_format, &schema, &strict) || !read_choice(x, &r->tool_choice, &required, wanted))
         return false;
     if (is_given(&r->json_schema) && schema.n)
         return refuse(&x->fault, 400, "json_schema", "json_schema cannot be used with response_format");
@@ -281,8 +289,8 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
         ok = grammar_from_gbnf(g, &x->srv->vocab, (TokStr){ text_and_call, sizeof text_and_call - 1 });
     } else {
         if (required) schema = (TokStr){ NULL, 0 };
-        ok = !calls ? grammar_from_schema(g, &x->srv->vocab, schema) :
-             grammar_from_tools(g, &x->srv->vocab, tools, *wanted ? wanted : NULL, !r->one_call, schema);
+        ok = !calls ? grammar_from_schema(g, &x->srv->vocab, schema, strict) :
+             grammar_from_tools(g, &x->srv->vocab, tools, *wanted ? wanted : NULL, !r->one_call, schema, strict);
     }
     job->options.may_think = r->think && is_given(&r->messages);
     const char *at = by_grammar ? "grammar" : !strncmp(g->err, "tools[", 6) ? "tools" : required ? "tool_choice" :
@@ -404,6 +412,7 @@ static void respond_stream(Exchange *x) {
     MHD_add_response_header(r, "Content-Type", "text/event-stream; charset=utf-8");
     MHD_add_response_header(r, "Cache-Control", "no-store");
     MHD_add_response_header(r, "X-Accel-Buffering", "no");
+    add_warning_header(x, r);
     x->answered = true;
     x->status = 200;
     MHD_queue_response(x->connection, 200, r);

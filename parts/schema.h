@@ -713,33 +713,36 @@ static int read_count(Schema *sc, const Fields *f, Keyword k, int absent) {
 
 // ==== [5] Strings, numbers, arrays ==================================================================================
 
-#define LABEL "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-#define OCTET "(?:25[0-5]|2[0-4]\\d|1\\d\\d|[1-9]?\\d)"
-#define DATE "(?:\\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\\d|30)|" \
-             "02-(?:0[1-9]|1\\d|2[0-8]))|(?:\\d\\d(?:0[48]|[2468][048]|[13579][26])|" \
-             "(?:[02468][048]|[13579][26])00)-02-29)"
-#define TIME "(?:[01]\\d|2[0-3]):[0-5]\\d:[0-5]\\d(?:\\.\\d{1,9})?(?:Z|[+-](?:[01]\\d|2[0-3]):[0-5]\\d)"
-#define PCHAR "(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
-#define HEX4 "[0-9a-fA-F]{1,4}"
-#define URI "^[A-Za-z][A-Za-z0-9+.-]*:(?://(?:" LABEL "\\.)*" LABEL "(?::[1-5]?\\d{1,4})?(?:/" PCHAR "*)*|" PCHAR \
-            "(?:" PCHAR "|/)*)(?:\\?(?:" PCHAR "|[/?])*)?(?:#(?:" PCHAR "|[/?])*)?$"
-#define UUID "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$"
-#define BASE64 "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+#define DATE_TEXT "(?:\\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\\d|30)|" \
+                  "02-(?:0[1-9]|1\\d|2[0-8]))|(?:\\d\\d(?:0[48]|[2468][048]|[13579][26])|" \
+                  "(?:[02468][048]|[13579][26])00)-02-29)"
+#define TIME_TEXT "(?:[01]\\d|2[0-3]):[0-5]\\d:[0-5]\\d(?:\\.\\d{1,9})?(?:Z|[+-](?:[01]\\d|2[0-3]):[0-5]\\d)"
+#define OCTET_TEXT "(?:25[0-5]|2[0-4]\\d|1\\d\\d|[1-9]?\\d)"
+#define HEX_TEXT "[0-9a-fA-F]{1,4}"
+#define LABEL_TEXT "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+#define HOST_TEXT "(?:" LABEL_TEXT "\\.)*" LABEL_TEXT
+#define URI_CHAR_TEXT "(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+#define URI_TEXT "^[A-Za-z][A-Za-z0-9+.-]{0,19}:(?://" HOST_TEXT "(?::[1-5]?\\d{1,4})?(?:/" URI_CHAR_TEXT "*)*|" \
+                 URI_CHAR_TEXT "(?:" URI_CHAR_TEXT "|/)*)(?:\\?(?:" URI_CHAR_TEXT "|[/?])*)?" \
+                 "(?:#(?:" URI_CHAR_TEXT "|[/?])*)?$"
+#define UUID_TEXT "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$"
+#define EMAIL_TEXT "^[A-Za-z0-9_+-]+(?:\\.[A-Za-z0-9_+-]+)*@(?:" LABEL_TEXT "\\.)+[A-Za-z]{2,24}$"
+#define BASE64_TEXT "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 
+// Formats that are enforced. Some texts of a format may be missing here, but all these texts have it.
 static const struct { const char *name, *pattern; } formats[SCHEMA_FORMATS] = {
-    { "date", "^" DATE "$" }, { "time", "^" TIME "$" }, { "date-time", "^" DATE "T" TIME "$" },
+    { "date", "^" DATE_TEXT "$" }, { "time", "^" TIME_TEXT "$" }, { "date-time", "^" DATE_TEXT "T" TIME_TEXT "$" },
     { "duration", "^P(?:\\d{1,9}W|(?!T?$)(?:\\d{1,9}Y(?:\\d{1,9}M(?:\\d{1,9}D)?)?|\\d{1,9}M(?:\\d{1,9}D)?|\\d{1,9}D)?"
                   "(?:T(?:\\d{1,9}H(?:\\d{1,9}M(?:\\d{1,9}S)?)?|\\d{1,9}M(?:\\d{1,9}S)?|\\d{1,9}S))?)$" },
-    { "uuid", UUID }, { "guid", UUID }, { "ipv4", "^(?:" OCTET "\\.){3}" OCTET "$" },
-    { "ipv6", "^(?:(?:" HEX4 ":){7}" HEX4 "|(?:" HEX4 ":){1,7}:|(?:" HEX4 ":){1,6}:" HEX4 "|(?:" HEX4 ":){1,5}(?::" HEX4
-              "){1,2}|(?:" HEX4 ":){1,4}(?::" HEX4 "){1,3}|(?:" HEX4 ":){1,3}(?::" HEX4 "){1,4}|(?:" HEX4 ":){1,2}(?::"
-              HEX4 "){1,5}|" HEX4 ":(?::" HEX4 "){1,6}|:(?:(?::" HEX4 "){1,7}|:))$" },
-    { "email", "^[A-Za-z0-9_+-]+(?:\\.[A-Za-z0-9_+-]+)*@(?:" LABEL "\\.)+[A-Za-z]{2,24}$" },
-    { "idn-email", "^[A-Za-z0-9_+-]+(?:\\.[A-Za-z0-9_+-]+)*@(?:" LABEL "\\.)+[A-Za-z]{2,24}$" },
-    { "hostname", "^(?=.{1,253}$)(?:" LABEL "\\.)*" LABEL "$" },
-    { "idn-hostname", "^(?=.{1,253}$)(?:" LABEL "\\.)*" LABEL "$" },
-    { "uri", URI }, { "url", URI }, { "uri-reference", URI }, { "iri", URI }, { "iri-reference", URI },
-    { "json-pointer", "^(?:/(?:[^~/]|~[01])*)*$" }, { "byte", BASE64 }, { "base64", BASE64 },
+    { "uuid", UUID_TEXT }, { "guid", UUID_TEXT }, { "ipv4", "^(?:" OCTET_TEXT "\\.){3}" OCTET_TEXT "$" },
+    { "ipv6", "^(?:(?:" HEX_TEXT ":){7}" HEX_TEXT "|(?:" HEX_TEXT ":){1,7}:|(?:" HEX_TEXT ":){1,6}:" HEX_TEXT "|"
+              "(?:" HEX_TEXT ":){1,5}(?::" HEX_TEXT "){1,2}|(?:" HEX_TEXT ":){1,4}(?::" HEX_TEXT "){1,3}|"
+              "(?:" HEX_TEXT ":){1,3}(?::" HEX_TEXT "){1,4}|(?:" HEX_TEXT ":){1,2}(?::" HEX_TEXT "){1,5}|"
+              HEX_TEXT ":(?::" HEX_TEXT "){1,6}|:(?:(?::" HEX_TEXT "){1,7}|:))$" },
+    { "email", EMAIL_TEXT }, { "idn-email", EMAIL_TEXT }, { "hostname", "^(?=.{1,253}$)" HOST_TEXT "$" },
+    { "idn-hostname", "^(?=.{1,253}$)" HOST_TEXT "$" }, { "uri", URI_TEXT }, { "url", URI_TEXT },
+    { "uri-reference", URI_TEXT }, { "iri", URI_TEXT }, { "iri-reference", URI_TEXT },
+    { "json-pointer", "^(?:/(?:[^~/]|~[01])*)*$" }, { "byte", BASE64_TEXT }, { "base64", BASE64_TEXT },
 };
 
 static const struct { const char *name, *min, *max; } number_formats[] = {     // NULL: no bound of its own
@@ -1269,7 +1272,7 @@ static int expr_object(Schema *sc, const Fields *f, const Parts *parts) {
 
 // ==== [7] Alternatives ==============================================================================================
 
-static bool same_value(Schema *sc, const GgufJson *a, const GgufJson *b) {
+static bool equal_values(Schema *sc, const GgufJson *a, const GgufJson *b) {
     if (a->type != b->type) return false;
     if (a->type == GGUF_J_NUMBER) {
         const Decimal x = read_decimal((TokStr){ a->s, a->n }), y = read_decimal((TokStr){ b->s, b->n });
@@ -1283,11 +1286,11 @@ static bool same_value(Schema *sc, const GgufJson *a, const GgufJson *b) {
     return same;
 }
 
-static bool is_listed(Schema *sc, const GgufJson *list, const GgufJson *v) {   // list: an array, or the value itself
+static bool has_value(Schema *sc, const GgufJson *list, const GgufJson *v) {   // list: an array, or the value itself
     GgufJson rest = *list, x;
-    if (list->type != GGUF_J_ARRAY) return same_value(sc, list, v);
+    if (list->type != GGUF_J_ARRAY) return equal_values(sc, list, v);
     add_work(sc, list->s, list->n);
-    while (gguf_json_next(&rest, NULL, &x)) if (same_value(sc, &x, v)) return true;
+    while (gguf_json_next(&rest, NULL, &x)) if (equal_values(sc, &x, v)) return true;
     return false;
 }
 
@@ -1325,10 +1328,10 @@ static bool is_allowed(Schema *sc, const Fields *f, const GgufJson *v, const Res
     if (!(json_type(v) & f->types)) return false;
     if (f->parts->n > 1 || f->v[K_CONST].s) add_work(sc, v->s, f->parts->part[0].n);
     for (int i = 0; f->parts->n > 1 && next_keyword(f->parts, &i, K_ENUM, &x); )
-        if ((v->s < x.s || v->s >= x.s + x.n) && !is_listed(sc, &x, v)) return false;
+        if ((v->s < x.s || v->s >= x.s + x.n) && !has_value(sc, &x, v)) return false;
     for (int i = 0; f->v[K_CONST].s && next_keyword(f->parts, &i, K_CONST, &x); )
-        if (!same_value(sc, &x, v)) return false;
-    for (int i = 0; i < f->n_not_value; i++) if (is_listed(sc, &f->not_value[i], v)) return false;
+        if (!equal_values(sc, &x, v)) return false;
+    for (int i = 0; i < f->n_not_value; i++) if (has_value(sc, &f->not_value[i], v)) return false;
     return fits_restrictions(sc, f, v, r);
 }
 
@@ -1507,7 +1510,7 @@ static int expr_item(Schema *sc, const SchemaItem *it) {
         static const GgufJson words[] = { { GGUF_J_NULL, "null", 4 }, { GGUF_J_FALSE, "false", 5 },
                                           { GGUF_J_TRUE, "true", 4 } };
         bool allowed = f.types & (i ? IS_A_BOOL : IS_A_NULL);
-        for (int k = 0; k < f.n_not_value; k++) allowed &= !is_listed(sc, &f.not_value[k], &words[i]);
+        for (int k = 0; k < f.n_not_value; k++) allowed &= !has_value(sc, &f.not_value[k], &words[i]);
         if (allowed) add_expr(g, alt, expr_word(g, words[i].s));
     }
     if (f.types & IS_A_ARRAY) add_expr(g, alt, expr_array(sc, &f));

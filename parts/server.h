@@ -419,6 +419,8 @@ static TokText log_line(const Exchange *x, int status) {
         put(&line, ",'id':%s,'prompt':%d,'cached':%d,'generated':%d,'prompt_ms':%f,'decode_ms':%f,'end':%s", x->id,
             job->turn.n_prompt, job->cached, job->turn.made, 1e3 * job->turn.prompt_seconds,
             1e3 * job->turn.decode_seconds, end_text[job->end]);
+    if (job && job->options.grammar && *job->options.grammar->warnings)
+        put(&line, ",'warning':%s", job->options.grammar->warnings);
     if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
     if (x->srv->o.log_text && job)
         put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
