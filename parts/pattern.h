@@ -229,7 +229,7 @@ static bool read_regex_escape(Reader *r, Chars *c, bool in_set, uint32_t *one) {
     else if (e == 'x') *one = read_hex(r, 2);
     else if (e == 'u') *one = take_word(r, "{") ? read_braced_hex(r) : read_hex(r, 4);
     else if (in_set && e == 'b') *one = '\b';
-    else if (e > 0 && strchr("^$\\.*+?()[]{}|/-\"'#&,:;<=>@!%_`~ ", e)) *one = (uint32_t)e;
+    else if (e > 0 && e < 0x80 && (unsigned)(e | 32) - 'a' > 25 && (unsigned)e - '0' > 9) *one = (uint32_t)e;
     else reader_fail(r, "expected an escape for characters, got \\%c", e > 0x20 && e < 0x7F ? e : '?');
     add_chars(c, *one, *one);
     return true;

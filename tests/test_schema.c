@@ -131,6 +131,11 @@ static const struct { const char *schema, *warning, *texts[12]; } cases[] = {
       { "+{\"a\":1}", "-{\"a\":1,\"b\":1}" } },
     { "{\"not\":{\"anyOf\":[{\"type\":\"string\"},{\"enum\":[true,null,5]}]},\"type\":[\"string\",\"boolean\",\"null\",\"integer\"]}", "",
       { "+false", "-true", "-null", "-5", "+55", "+4", "-\"\"" } },
+    { "{\"type\":\"string\",\"not\":{\"enum\":[\"ab\",\"\"]},\"maxLength\":3}", "", { "+\"abc\"", "-\"ab\"", "+\"a\"", "-\"\"" } },
+    { "{\"type\":\"number\",\"not\":{\"const\":2.5}}", "", { "+2", "-2.5", "-2.50", "+2.51", "+-2.5" } },
+    { "{\"type\":\"object\",\"propertyNames\":{\"not\":{\"const\":\"id\"}}}", "", { "+{\"i\":1}", "-{\"id\":1}", "+{\"id2\":1}" } },
+    { "{\"type\":\"string\",\"pattern\":\"^[\\\"\\\\\\\\\\n\u00e9]+$\",\"maxLength\":4}", "",
+      { "+\"\\\"\\\\\\n\"", "+\"\xc3\xa9\xc3\xa9\"", "-\"\\t\"", "-\"\\n\\n\\n\\n\\n\"" } },
     { "{\"$ref\":\"#/$defs/A%20B%3Cc%3E\",\"$defs\":{\"A B<c>\":{\"type\":\"null\"}}}", "", { "+null", "-1" } },
     { "{\"$ref\":\"#x\",\"definitions\":{\"a\":{\"b\":{\"$id\":\"#x\",\"type\":\"null\"}}}}", "", { "+null", "-1" } },
     { "{\"$id\":\"http://h/a/b\",\"$ref\":\"../c#/$defs/d\",\"$defs\":{\"k\":{\"$id\":\"/c\",\"$defs\":{\"d\":{\"const\":7}}}}}", "",
@@ -154,6 +159,35 @@ static void test_cases(void) {
         const bool strict = grammar_from_schema(&g, &vocab, str(cases[i].schema), true);
         const bool refused = *cases[i].warning && !strstr(cases[i].warning, "format");
         CHECK(strict != refused && (strict || strstr(g.err, cases[i].warning)), "strict: %s: %s", cases[i].schema, g.err);
+        grammar_free(&g);
+    }
+}
+
+// In tool calls strings have no escapes, and undeclared keys no quotes.
+static void test_calls(void) {
+    static const char tools[] = "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"strict\":%s,\"parameters\":{\"type\":\"object\","
+        "\"properties\":{\"s\":{\"type\":\"string\",\"pattern\":\"^(?!ab)[a-c\\\"]+$\",\"maxLength\":3},"
+        "\"u\":{\"type\":\"array\",\"uniqueItems\":%s,\"items\":{\"type\":\"integer\",\"minimum\":15}}},"
+        "\"patternProperties\":{\"^n_\":{\"type\":\"number\",\"maximum\":1.5}}}}}]";
+    static const char *const texts[] = { "+s:<|\"|>ac\"<|\"|>", "-s:<|\"|>abc<|\"|>", "-s:<|\"|>aaaa<|\"|>", "+n_x:1.25", "-n_x:1.51",
+                                         "-x:1", "+u:[15,15]", "-u:[14]", "+s:<|\"|>b<|\"|>,n_1:-3,n_2:0" };
+    for (int round = 0; round < 4; round++) {
+        char text[1024];
+        Grammar g;
+        snprintf(text, sizeof text, tools, round & 1 ? "true" : "false", round & 2 ? "true" : "false");
+        const bool ok = grammar_from_tools(&g, &vocab, str(text), NULL, false, (TokStr){ NULL, 0 }, false);
+        const char *place = "tools[0].parameters: #/properties/u/uniqueItems: different";
+        CHECK(ok == (round < 3) && strstr(ok ? g.warnings : g.err, round < 2 ? "" : place), "%d: %s%s", round, g.err, g.warnings);
+        for (size_t i = 0; ok && i < sizeof texts / sizeof *texts; i++) {
+            TokIds ids = { 0 };
+            GrammarState s = grammar_start(&g, START_ANSWER);
+            snprintf(text, sizeof text, "<|tool_call>call:f{%s}<tool_call|>", texts[i] + 1);
+            tok_encode(&t, text, strlen(text), TOK_SPECIAL, &ids);
+            for (size_t k = 0; k < ids.n && s; k++) grammar_advance(&g, &s, ids.ids[k]);
+            const bool complete = s && g.stack_sets[s].complete;
+            CHECK(complete == (texts[i][0] == '+'), "%s: %d (%s)", text, complete, g.err);
+            tok_ids_free(&ids);
+        }
         grammar_free(&g);
     }
 }
@@ -346,6 +380,7 @@ int main(int argc, char **argv) {
         "vocabulary")) return test_done("schema");
     test_file(argc > 1 && strcmp(argv[1], "-samples") == 0);
     test_cases();
+    test_calls();
     test_integers();
     test_decimals();
     test_multiples();
