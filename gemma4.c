@@ -38,6 +38,7 @@
 #include "tokenizer.h"
 #include "parts/kv.h"
 #include "parts/grammar.h"
+#include "parts/pattern.h"
 #include "parts/schema.h"
 #include "parts/engine.h"
 

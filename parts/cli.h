@@ -818,9 +818,10 @@ static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
     if (!grammar_vocab_init(&vocab, t)) die("out of memory for the token tree of the grammar");
     if (name && !is_schema) ok = grammar_from_gbnf(&g, &vocab, text);
     else if (tools.n)
-        ok = grammar_from_tools(&g, &vocab, tools, is_choice(choice, "required") ? NULL : choice, true, text);
-    else ok = grammar_from_schema(&g, &vocab, text);
+        ok = grammar_from_tools(&g, &vocab, tools, is_choice(choice, "required") ? NULL : choice, true, text, false);
+    else ok = grammar_from_schema(&g, &vocab, text, false);
     if (!ok) die("%s: %s", name ? name : "--tool-choice", g.err);
+    if (*g.warnings) fprintf(stderr, "# not enforced: %s\n", g.warnings);
     free(file);
     return &g;
 }

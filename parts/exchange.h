@@ -65,7 +65,7 @@ struct Exchange {             // a request and its answer
     bool        keeps;                 // the response is kept for later requests
     bool        too_large, answered;
     Fault       fault;
-    char        warnings[1024];        // for the client and the log: see warn()
+    char        warnings[2048];        // for the client and the log: see warn()
     int         status;
     double      started;               // seconds()
     size_t      created;               // time() then
@@ -104,7 +104,7 @@ static const char *header(const Exchange *x, const char *name) {
 // added once. Bytes that a header may not have become '?'; if there are too many, the last one is "..".
 __attribute__((format(printf, 2, 3)))
 static void warn(Exchange *x, const char *fmt, ...) {
-    char text[256];
+    char text[1024];
     const size_t n = strlen(x->warnings);
     va_list ap;
     va_start(ap, fmt);
@@ -355,8 +355,8 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
 }
 
 // The schema of a response_format, in any of its forms: those of OpenAI's two APIs, Anthropic's and llama.cpp's; empty:
-// none.
-static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
+// none. *strict: what cannot be enforced is an error.
+static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema, bool *strict) {
     static const char any_object[] = "{\"type\":\"object\",\"additionalProperties\":true}";
     GgufJson type, inner, v;
     if (!is_given(format) || (gguf_json_get(format, "type", &type) && gguf_json_is(&type, "text"))) return true;
@@ -368,6 +368,7 @@ static bool read_format(Exchange *x, const GgufJson *format, TokStr *schema) {
     const bool there = gguf_json_get(deep ? &inner : format, "schema", &v) && is_given(&v);
     if (!there && !object) return refuse(&x->fault, 400, "response_format", "response_format: expected a schema");
     *schema = there ? (TokStr){ v.s, v.n } : (TokStr){ any_object, sizeof any_object - 1 };
+    *strict = gguf_json_get(deep ? &inner : format, "strict", &v) && v.type == GGUF_J_TRUE;
     return true;
 }
 
@@ -395,8 +396,8 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
     TokStr schema = { NULL, 0 };
     GgufJson rest = r->tools, tool;
     char wanted[128];
-    bool required, ok;
-    if (!read_format(x, &r->response_format, &schema) || !read_choice(x, &r->tool_choice, &required, wanted))
+    bool required, ok, strict = false;
+    if (!read_format(x, &r->response_format, &schema, &strict) || !read_choice(x, &r->tool_choice, &required, wanted))
         return false;
     if (is_given(&r->json_schema) && schema.n)
         return refuse(&x->fault, 400, "json_schema", "json_schema cannot be used with response_format");
@@ -426,10 +427,11 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
         ok = grammar_from_gbnf(g, &x->srv->vocab, (TokStr){ text_and_call, sizeof text_and_call - 1 });
     } else {
         if (required) schema = (TokStr){ NULL, 0 };
-        ok = !calls ? grammar_from_schema(g, &x->srv->vocab, schema) :
-             grammar_from_tools(g, &x->srv->vocab, tools, *wanted ? wanted : NULL, !r->one_call, schema);
+        ok = !calls ? grammar_from_schema(g, &x->srv->vocab, schema, strict) :
+             grammar_from_tools(g, &x->srv->vocab, tools, *wanted ? wanted : NULL, !r->one_call, schema, strict);
     }
     job->options.may_think = r->think && is_given(&r->messages);
+    if (*g->warnings) warn(x, "%s", g->warnings);
     const char *at = by_grammar ? "grammar" : !strncmp(g->err, "tools[", 6) ? "tools" : required ? "tool_choice" :
                      is_given(&r->json_schema) ? "json_schema" : "response_format";
     return ok || refuse(&x->fault, 400, at, "%s", g->err);

@@ -47,15 +47,23 @@ enum {
     TOKEN_BYTES = 256                  // longer tokens are never allowed
 };
 
-typedef enum { EXPR_TEXT, EXPR_SET, EXPR_TOKEN, EXPR_CALL, EXPR_SEQ, EXPR_ALT, EXPR_REPEAT } ExprKind;
+typedef enum { EXPR_TEXT, EXPR_SET, EXPR_TOKEN, EXPR_CALL, EXPR_SEQ, EXPR_ALT, EXPR_REPEAT, EXPR_MACHINE } ExprKind;
 
 typedef struct {
     uint8_t kind;
     bool    productive, nullable;      // it matches some text; it matches the empty text
-    int32_t a;                         // TEXT: offset; SET, TOKEN, CALL: number; SEQ, ALT: last item; REPEAT: its body
+    int32_t a;                         // TEXT: offset; SET, TOKEN, CALL: number; SEQ, ALT: last item; REPEAT: its body;
+                                       // MACHINE: its first edge
     int32_t prev;                      // the item before this one in its list; 0: none
-    int32_t min, max;                  // REPEAT: max -1: no bound; TEXT: max is its length in bytes
+    int32_t min, max;                  // REPEAT: max -1: no bound; TEXT: max is its length in bytes; MACHINE: the
+                                       // number of states, of edges
 } Expr;
+
+typedef struct {                       // of a MACHINE, an automaton over characters; ascending by `from`
+    int32_t from, to;                  // states; the first is 0; to -1: the text may end in `from`
+    int32_t expr;                      // one character
+    int32_t min, max;                  // how many characters must precede; max -1: no bound
+} Edge;
 
 typedef struct {
     TokStr  name;                      // points into the grammar's text; empty: a generated rule
@@ -65,19 +73,19 @@ typedef struct {
 
 typedef struct { uint64_t w[4]; } ByteSet;
 
-typedef enum { OP_END, OP_FAIL, OP_BYTE, OP_SET, OP_TOKEN, OP_SPLIT, OP_CALL, OP_COUNT, OP_LOOP, OP_STEP } OpCode;
+typedef enum { OP_END, OP_IF, OP_BYTE, OP_SET, OP_TOKEN, OP_SPLIT, OP_CALL, OP_COUNT, OP_LOOP, OP_STEP } OpCode;
 
 typedef struct {
     uint8_t op;
     bool    empty;                     // LOOP: the body may match the empty text
     int32_t next;                      // the next instruction
     int32_t arg;                       // byte, set, named token, rule; SPLIT: the other branch; LOOP: the body
-    int32_t min, max;                  // LOOP
-    int32_t loop;                      // the LOOP whose body this is part of; -1: none
+    int32_t min, max;                  // LOOP, IF: bounds of the count; STEP: max, the largest count; -1: no bound
+    int32_t loop;                      // the LOOP, or the first IF of a machine, whose counts these are; -1: none
 } Code;
 
 typedef struct {                       // number 0: the empty stack; the whole text is matched
-    int32_t  pc, count;                // instruction; iterations of the LOOP that it is part of
+    int32_t  pc, count;                // instruction; iterations of its LOOP, or characters of its machine
     int32_t  parent, depth;            // the stack to return to; number of frames
     uint32_t visit;                    // the last close_set() that visited it
 } Stack;
@@ -112,12 +120,14 @@ typedef struct Grammar {
     const Tokenizer *t;
     bool      failed;
     char      err[256];
+    char      warnings[1024];          // what of a schema is not enforced, in one line of ASCII; "": nothing
     TokText   text;
     Expr     *exprs;                   // number 0: the empty text
     Rule     *rules;                   // number 0: none
     ByteSet  *sets;
+    Edge     *edges;
     Code     *code;                    // number 0: OP_END
-    int       n_exprs, n_rules, n_sets, n_code, cap_exprs, cap_rules, cap_sets, cap_code;
+    int       n_exprs, n_rules, n_sets, n_edges, n_code, cap_exprs, cap_rules, cap_sets, cap_edges, cap_code;
     int32_t   named[GRAMMAR_NAMED];    // ids
     int       n_named;
     int32_t   buckets[256];            // rules by name
@@ -401,7 +411,6 @@ typedef struct {
     const char *s;                     // (n) the text
     size_t      n, i;                  // i: the next byte
     int         line;                  // GBNF: the current line; 0: a regular expression
-    bool        call;                  // see schema.h
 } Reader;
 
 #if defined(__GNUC__)
@@ -559,23 +568,32 @@ static int read_number(Reader *r) {                    // -1: no digit
     return n;
 }
 
+// Reads one of ? * + {m} {m,} {m,n}. False: there is none.
+static bool read_repeat(Reader *r, int *min, int *max) {
+    *min = 0;
+    *max = -1;
+    if (take_word(r, "*")) return true;
+    *max = take_word(r, "?") ? 1 : -1;
+    *min = *max < 0 && take_word(r, "+");
+    if (*max == 1 || *min == 1) return true;
+    if (!take_word(r, "{")) return false;
+    if ((*min = read_number(r)) < 0) return reader_fail(r, "expected {m}, {m,} or {m,n}");
+    *max = take_word(r, ",") ? read_number(r) : *min;
+    if (!take_word(r, "}")) return reader_fail(r, "expected {m}, {m,} or {m,n}");
+    if (*max >= 0 && *max < *min) return reader_fail(r, "expected {m,n} with m <= n, got {%d,%d}", *min, *max);
+    return true;
+}
+
 // Applies the repetitions that follow an item to it.
 static int read_repeats(Reader *r, int item, bool lines) {
-    for (int k = 0; ; k++) {
-        if (r->line) skip_blanks(r, lines);
-        int min = 0, max = -1;
-        if (take_word(r, "?")) max = 1;
-        else if (take_word(r, "+")) min = 1;
-        else if (take_word(r, "{")) {
-            if ((min = read_number(r)) < 0) return reader_fail(r, "expected {m}, {m,} or {m,n}");
-            max = take_word(r, ",") ? read_number(r) : min;
-            if (!take_word(r, "}")) return reader_fail(r, "expected {m}, {m,} or {m,n}");
-            if (max >= 0 && max < min) return reader_fail(r, "expected {m,n} with m <= n, got {%d,%d}", min, max);
-        } else if (!take_word(r, "*")) return item;
-        if (!r->line) take_word(r, "?");               // regular expression: a lazy repetition matches the same texts
+    int min, max;
+    skip_blanks(r, lines);
+    for (int k = 0; read_repeat(r, &min, &max); k++) {
         if (k == 4) return reader_fail(r, "expected at most 4 repetition operators in a row");
         item = expr_repeat(r->g, item, min, max);
+        skip_blanks(r, lines);
     }
+    return item;
 }
 
 static int read_alternatives(Reader *r, int depth);
@@ -680,6 +698,12 @@ static bool analyse_expr(Grammar *g, int e, int64_t *work) {
         changed = analyse_expr(g, x->a, work);
         productive = x->min == 0 || g->exprs[x->a].productive;
         nullable = x->min == 0 || g->exprs[x->a].nullable;
+    } else if (x->kind == EXPR_MACHINE) {
+        const Edge *edges = g->edges + x->a;
+        for (int i = 0; i < x->max; i++) {
+            changed |= analyse_expr(g, edges[i].expr, work);
+            nullable |= edges[i].from == 0 && edges[i].to < 0 && edges[i].min == 0;
+        }
     } else if (x->kind == EXPR_CALL) {
         productive = g->exprs[g->rules[x->a].expr].productive;
         nullable = g->exprs[g->rules[x->a].expr].nullable;
@@ -727,7 +751,46 @@ static int compile_count(Grammar *g, int e, int next, int loop) {
     g->code[at].min = x.min;
     g->code[at].max = x.max;
     g->code[at].empty = empty;
+    g->code[step].max = x.max < 0 ? x.min : -1;
     return new_code(g, OP_COUNT, at, 0, -1);
+}
+
+// Compiles an automaton; it must be the whole rule, since it has the count of the frame. Each state becomes an IF that
+// always holds, followed by a choice of its edges. The IF before them is never executed: it has the bounds of all edges
+// for canonical_count(); min is the largest lower bound, arg the smallest except 0, max the smallest upper bound.
+static int compile_machine(Grammar *g, int e, int next) {
+    const Expr x = g->exprs[e];
+    int low = 0, least = 0, high = -1;
+    for (int i = 0; i < x.max; i++) {
+        const Edge k = g->edges[x.a + i];
+        if (k.min > low) low = k.min;
+        if (k.min && (!least || k.min < least)) least = k.min;
+        if (k.max >= 0 && (high < 0 || k.max < high)) high = k.max;
+    }
+    const bool counts = low > 0 || high >= 0;
+    const int bounds = new_code(g, OP_IF, 0, least, -1), loop = counts ? bounds : -1, first = bounds + 1;
+    for (int q = 0; q < x.min; q++) new_code(g, OP_IF, -1, 0, loop);
+    if (g->failed) return 0;
+    g->code[bounds].min = low;
+    g->code[bounds].max = high;
+    for (int q = 0; q < x.min; q++) g->code[first + q].max = -1;
+    for (int i = 0; i < x.max && !g->failed; i++) {
+        const Edge k = g->edges[x.a + i];
+        int at = k.to < 0 ? next : first + k.to;
+        if (counts && k.to >= 0) {
+            at = new_code(g, OP_STEP, at, 0, loop);
+            g->code[at].max = high < 0 ? low : -1;
+        }
+        if (k.to >= 0) at = compile(g, k.expr, at, loop);
+        if (k.min > 0 || k.max >= 0) {
+            at = new_code(g, OP_IF, at, 0, loop);
+            g->code[at].min = k.min;
+            g->code[at].max = k.max;
+        }
+        const int others = g->code[first + k.from].next;
+        g->code[first + k.from].next = others >= 0 ? new_code(g, OP_SPLIT, at, others, loop) : at;
+    }
+    return first;
 }
 
 // Compiles a productive expression that is followed by the instruction `next`. Returns its first instruction.
@@ -742,6 +805,7 @@ static int compile(Grammar *g, int e, int next, int loop) {
     case EXPR_SET: return new_code(g, OP_SET, next, x.a, loop);
     case EXPR_TOKEN: return new_code(g, OP_TOKEN, next, x.a, loop);
     case EXPR_CALL: return new_code(g, OP_CALL, next, x.a, loop);
+    case EXPR_MACHINE: return compile_machine(g, e, next);
     case EXPR_SEQ:
         for (int i = x.a; i; i = g->exprs[i].prev) next = compile(g, i, next, loop);
         return next;
@@ -778,7 +842,8 @@ static void add_left_calls(Grammar *g, int rule, int32_t *todo, uint8_t *seen, i
         if (seen[pc] || c.op == OP_END) continue;
         seen[pc] = 1;
         if (c.op == OP_CALL) list[(*n)++] = c.arg;
-        if (c.op == OP_SPLIT || c.op == OP_COUNT || (c.op == OP_CALL && g->exprs[g->rules[c.arg].expr].nullable) ||
+        if (c.op == OP_SPLIT || c.op == OP_COUNT || c.op == OP_IF ||
+            (c.op == OP_CALL && g->exprs[g->rules[c.arg].expr].nullable) ||
             (c.op == OP_LOOP && (c.min == 0 || c.empty))) todo[n_todo++] = c.next;
         if (c.op == OP_SPLIT || c.op == OP_LOOP) todo[n_todo++] = c.arg;
     }
@@ -959,8 +1024,8 @@ static int normal_stack(Grammar *g, int pc, int count, int parent) {
         parent = p->parent;
     }
     if (g->code[pc].op != OP_STEP) return intern_stack(g, pc, count, parent);
-    const Code *loop = &g->code[g->code[pc].next];
-    return intern_stack(g, g->code[pc].next, loop->max < 0 && count >= loop->min ? loop->min : count + 1, parent);
+    const Code *step = &g->code[pc];
+    return intern_stack(g, step->next, step->max >= 0 && count >= step->max ? step->max : count + 1, parent);
 }
 
 typedef struct { int32_t s[MAX_VISITED]; int n; } Visited;
@@ -1009,11 +1074,15 @@ static void close_set(Grammar *g, int set, Visited *v) {
             break;
         }
         case OP_COUNT: visit_stack(g, v, normal_stack(g, c.next, 0, s.parent)); break;
+        case OP_IF:
+            if (s.count >= c.min && (c.max < 0 || s.count <= c.max))
+                visit_stack(g, v, normal_stack(g, c.next, s.count, s.parent));
+            break;
         case OP_LOOP:
             if (c.max < 0 || s.count < c.max) visit_stack(g, v, normal_stack(g, c.arg, s.count, s.parent));
             if (s.count >= c.min) visit_stack(g, v, normal_stack(g, c.next, 0, s.parent));
             break;
-        case OP_END: case OP_STEP: case OP_FAIL: break;
+        case OP_END: case OP_STEP: break;
         }
     }
 }
@@ -1374,7 +1443,8 @@ static int canonical_count(const Grammar *g, const Stack *s) {
     const Code *loop = &g->code[here->loop];
     const int far = g->v->longest + 1;                 // more iterations than one token can match
     if (loop->empty) return s->count;
-    if (s->count + far < loop->min) return 0;
+    const int least = loop->op == OP_IF ? loop->arg : loop->min;
+    if (s->count + far < least && (loop->max < 0 || loop->max - s->count > far)) return 0;
     return s->count >= loop->min && (loop->max < 0 || loop->max - s->count > far) ? loop->min : s->count;
 }
 
@@ -1444,11 +1514,13 @@ static void grammar_free(Grammar *g) {
     free(g->exprs);
     free(g->rules);
     free(g->sets);
+    free(g->edges);
     free(g->code);
     free(g->bits);
     g->exprs = NULL;
     g->rules = NULL;
     g->sets = NULL;
+    g->edges = NULL;
     g->code = NULL;
     g->bits = NULL;
     g->n_walks = 0;

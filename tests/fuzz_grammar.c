@@ -7,6 +7,7 @@
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "fuzz.h"
 #include "../parts/grammar.h"
+#include "../parts/pattern.h"
 #include "../parts/schema.h"
 
 static Tokenizer t;                     // the small vocabulary, for every input
@@ -79,8 +80,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     const uint8_t *end = memchr(bytes + 1, 0, size - 1);
     const size_t n = end ? (size_t)(end - bytes) - 1 : size - 1;
     const TokStr text = { (const char *)bytes + 1, n };
-    const bool ok = kind == 0 ? grammar_from_gbnf(&g, &vocab, text) : kind == 1 ? grammar_from_schema(&g, &vocab, text)
-                  : grammar_from_tools(&g, &vocab, text, NULL, bytes[0] & 4, (TokStr){ NULL, 0 });
+    const bool ok = kind == 0 ? grammar_from_gbnf(&g, &vocab, text) : kind == 1 ? grammar_from_schema(&g, &vocab, text, false)
+                  : grammar_from_tools(&g, &vocab, text, NULL, bytes[0] & 4, (TokStr){ NULL, 0 }, false);
     if (ok) feed(&g, kind, bytes + 1 + n, size - 1 - n);
     else NEED(g.failed && g.err[0] && !strchr(g.err, '\n'));
     grammar_free(&g);

@@ -218,6 +218,8 @@ form "yes, it is" --grammar-file "$tmp/form.gbnf" --spec ngram
 form '"a red fox"' -j '{"enum":["a red fox"]}'
 form '{"fox":[1,true,"red"]}' --json-schema-file "$tmp/form.json" --raw
 form '"P' -j '{"enum":["Paris"]}' -r ar
+run "$model" -p "Tell me a story." -n 5 -j '{"type":"array","uniqueItems":true}'
+ok "what a grammar cannot enforce is said" has err "# not enforced: schema: #/uniqueItems: "
 form '5' -j '{"const":5}' --tools "$tmp/tools.json" -l 48-100                             # without <|tool_call>
 run "$model" -p "What is 22 minus 2?" --think --show-thoughts --think-budget 8 --temp 0 -j '{"enum":["a red fox"]}'
 ok "a thought comes before the answer" has err "# thought:"

@@ -18,7 +18,7 @@ compile() { # compile FILE: leaves $status and the compiler's messages in $tmp/e
         -I. -I"$tmp" "$1" 2>"$tmp/err"
     status=$?
 }
-seen='parts/base.h gemma4.h gguf.h tokenizer.h parts/grammar.h parts/schema.h parts/engine.h'
+seen='parts/base.h gemma4.h gguf.h tokenizer.h parts/grammar.h parts/pattern.h parts/schema.h parts/engine.h'
 caller() { # caller PART HEADER...: includes what every caller sees, then these, then the part
     part=$1
     shift

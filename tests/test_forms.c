@@ -67,10 +67,10 @@ static TokStr str(const char *s) { return (TokStr){ s, strlen(s) }; }
 static bool make_form(Grammar *g, Form form) {         // false: no grammar, or it failed
     const TokStr none = { NULL, 0 };
     switch (form) {
-    case BY_SCHEMA: return grammar_from_schema(g, &vocab, str(schema));
+    case BY_SCHEMA: return grammar_from_schema(g, &vocab, str(schema), false);
     case BY_GRAMMAR: return grammar_from_gbnf(g, &vocab, str(gbnf));
-    case BY_TOOLS: return grammar_from_tools(g, &vocab, str(tools), "get_weather", false, none);
-    case BY_EITHER: return grammar_from_tools(g, &vocab, str(tools), NULL, true, str(schema));
+    case BY_TOOLS: return grammar_from_tools(g, &vocab, str(tools), "get_weather", false, none, false);
+    case BY_EITHER: return grammar_from_tools(g, &vocab, str(tools), NULL, true, str(schema), false);
     case BY_TEXT: return grammar_from_gbnf(g, &vocab, str(text));
     case BY_SHIFTING: return grammar_from_gbnf(g, &vocab, str(shifting));
     case BY_PASSING: return grammar_from_gbnf(g, &vocab, str(passing));

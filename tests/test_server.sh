@@ -657,7 +657,8 @@ says() { # says NAME KEY TEXT: the strings with that key are this text, except f
 }
 one_city='{"type":"object","properties":{"city":{"enum":["Paris"]}},"required":["city"],"additionalProperties":false}'
 city='{\"city\":\"Paris\"}'
-other_city='{"type":"object","properties":{"city":{"not":{}}}}'
+other_city='{"type":"object","properties":{"city":{"$ref":"#/x"}}}'
+unique='{"type":"array","items":{"type":"integer"},"maxItems":2,"uniqueItems":true}'
 either='{"type":"function","function":{"name":"f","parameters":'"$one_city"'}},{"type":"function","function":{"name":"g"}}'
 short="$user,\"max_tokens\":60"
 for format in "\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{\"name\":\"x\",\"strict\":true,\"schema\":$one_city}}" \
@@ -736,10 +737,20 @@ refused "a missing schema" 400 '"param":"response_format"' $chat "{$user,\"respo
 refused "an unknown format" 400 '"param":"response_format"' $chat "{$user,\"response_format\":{\"type\":\"xml\"}}"
 refused "a schema that is not understood" 400 '"param":"response_format"' $chat \
     "{$user,\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{\"schema\":$other_city}}}"
-ok "it is named by its place" has out 'schema: #/properties/city/not: '
+ok "it is named by its place" has out 'schema: #/properties/city/$ref: '
 ask /v1/messages "{$short,\"output_format\":{\"type\":\"json_schema\",\"schema\":$other_city}}"
 ok "/v1/messages: a schema that is not understood: 400" is 400
-ok "/v1/messages: it is named by its place" has out 'schema: #/properties/city/not: '
+ok "/v1/messages: it is named by its place" has out 'schema: #/properties/city/$ref: '
+refused "strict: what cannot be enforced" 400 'schema: #/uniqueItems: ' $chat \
+    "{$user,\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{\"strict\":true,\"schema\":$unique}}}"
+refused "a strict tool" 400 'tools[0].parameters: #/properties/x/uniqueItems: ' $chat \
+    "{$user,\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"strict\":true,\"parameters\":{\"type\":\"object\",
+    \"properties\":{\"x\":$unique}}}}],\"tool_choice\":\"required\"}"
+for stream in false true; do
+    ask $chat "{$user,\"max_tokens\":9,\"json_schema\":$unique,\"stream\":$stream}" -N -D "$tmp/headers"
+    ok "without strict it is left out, streamed: $stream" is 200
+    ok "and a header says so" grep -qi '^x-gemma4-warning: schema: #/uniqueItems: ' "$tmp/headers"
+done
 refused "two schemas" 400 '"param":"json_schema"' $chat "{$user,\"json_schema\":{},\"response_format\":{\"type\":\"json_object\"}}"
 refused "a broken grammar" 400 '"param":"grammar"' $chat "{$user,\"grammar\":\"root ::= a\\na ::= (\"}"
 ok "it is named by its line" has out 'grammar: line 2: '
