@@ -493,7 +493,7 @@ await group('store', async () => {
     await page.getByRole('button', { name: 'Delete An old one' }).click();
     await page.waitForFunction(() => !chats.size);
     await page.setInputFiles('#import-file', saved);
-    await has(page, 'Imported 1 conversation.');
+    await has(page, 'Imported conversations: 1.');
     same('export and import of all', await all(), before);
     await page.evaluate(() => Promise.all([write({ store: 'messages', remove: 'old1.0' }),
         write({ store: 'messages', put: { id: 'old1.1', chat: 'old1', parent: 'old1.0', at: 5.001, role: 'assistant', content: 'changed', end: 'stop' } })]));
