@@ -249,6 +249,11 @@ await group('Markdown', async () => {
     same('colors: Python', colors[0], ['word:def', 'call:f', 'comment:# "no"', 'word:return', 'string:"""a\n# b\n"""']);
     same('colors: JavaScript', colors[1], ['comment:/* a\nb */', 'word:const', 'string:`1\n2`', 'comment:// c']);
     const repeated = ['> ', '- ', '**a ', '[', '`', '_a ', '| a ', '![a](http://x(', '``` ', '\\', 'http://(', '*a **b ', '$a ', '\\(', '\\[', '$$', '<b>', '[^', `$${'a'.repeat(400)} `, ' '.repeat(999) + 'a'];
+    check('code in a single long line', await page.evaluate(() => {
+        const to = document.createElement('div');
+        showMarkdown(to, '```js\n' + 'f(1);'.repeat(60000));
+        return to.querySelector('code').textContent.length;
+    }) === 300000);
     check('the same mark again and again ends', await page.evaluate(list => {
         for (const mark of list) showMarkdown(document.createElement('div'), mark.repeat(20000 / mark.length));
         return true;                                   // what takes for ever fails the suite
@@ -509,7 +514,14 @@ await group('store', async () => {
     await page.setInputFiles('#import-file', { name: 'o.json', mimeType: 'application/json', buffer: Buffer.from('{"messages":[{"role":"system","content":"s"},{"role":"user","content":"plain"}]}') });
     await page.waitForFunction(() => [...chats.values()].some(c => c.title === 'plain'));
     passed++;
-    await page.evaluate(() => indexedDB.deleteDatabase('x'));
+    const strange = { id: 7, title: 5, messages: [{ id: 'a', parent: 'b', role: 'user', content: 'round' }, { id: 'b', parent: 'a', role: 'assistant', content: 'and round' }] };
+    await page.setInputFiles('#import-file', { name: 's.json', mimeType: 'application/json', buffer: Buffer.from(JSON.stringify(strange)) });
+    await page.waitForFunction(() => chats.has('7'));
+    await page.evaluate(() => go(chats.get('7')));
+    same('messages that follow each other in a circle', await shown(page), ['round', 'and round']);
+    const broken = { messages: [{ role: 'user', content: 'q', files: 5 }] };
+    await page.setInputFiles('#import-file', { name: 'c.json', mimeType: 'application/json', buffer: Buffer.from(JSON.stringify(broken)) });
+    await has(page, 'c.json has no conversations');
     const blocked = await newContext();
     await blocked.addInitScript(() => { IDBFactory.prototype.open = () => { throw new DOMException('no', 'SecurityError'); }; });
     const other = await newPage(blocked);
