@@ -73,7 +73,8 @@ async function open(page, address) {
     await ready(page);
 }
 const ready = page => page.waitForFunction(() => document.getElementById('model').textContent);
-const idle = page => page.waitForFunction(() => !current.task && !$('log').querySelector('[aria-busy=true]') && $('send').textContent === 'Send');
+const idle = page => page.waitForFunction(() =>
+    !current.task && !$('log').querySelector('[aria-busy=true]') && $('send').textContent === 'Send');
 const texts = (page, selector) => page.locator(selector).allInnerTexts();
 const shown = async page => (await texts(page, 'article .content')).map(t => t.trim());
 const tool = (page, label, n = -1) => page.locator('article').nth(n).getByRole('button', { name: label });
@@ -116,7 +117,8 @@ async function group(name, run) {
 
 async function audit(page, name, rules) {
     await page.evaluate(axe);
-    const { violations } = await page.evaluate(only => window.axe.run({ resultTypes: ['violations'], ...(only && { runOnly: only }) }), rules);
+    const options = { resultTypes: ['violations'], ...(rules && { runOnly: rules }) };
+    const { violations } = await page.evaluate(o => window.axe.run(o), options);
     same(`axe: ${name}`, violations.map(v => `${v.id}: ${v.nodes.map(n => n.target).slice(0, 3)}`), []);
 }
 
@@ -141,7 +143,8 @@ await group('server', async () => {
     await page.keyboard.press('Enter');
     await ready(page);
     check('the model is named', (await page.textContent('#model')).includes('gemma4-mini'));
-    same('the key is kept for this tab only', await page.evaluate(() => [sessionStorage['gemma4.key'], JSON.stringify(localStorage)]), [key, '{}']);
+    const storages = await page.evaluate(() => [sessionStorage['gemma4.key'], JSON.stringify(localStorage)]);
+    same('the key is kept for this tab only', storages, [key, '{}']);
 
     await page.evaluate(() => Object.assign(current.settings, { temperature: 0, max_tokens: 12 }));
     await send(page, 'Tell me a story about a fox.');
@@ -161,7 +164,10 @@ await group('server', async () => {
     await idle(page);
     same('Continue went on as the model does', (await shown(page))[1], longer);
     await page.evaluate(() => { current.settings.max_tokens = 7000; current.settings.seed = 1; current.settings.temperature = 1; });
-    await page.evaluate(() => { const f = fetch; window.fetch = (u, o) => f(u, o && o.body ? { ...o, body: o.body.replace('{', '{"ignore_eos":true,') } : o); });
+    await page.evaluate(() => {                        // an answer that does not end by itself
+        const real = window.fetch;
+        window.fetch = (path, o) => real(path, o?.body ? { ...o, body: o.body.replace('{', '{"ignore_eos":true,') } : o);
+    });
     await tool(page, 'Regenerate').click();
     await has(page, 'Answering');
     await page.keyboard.press('Escape');
@@ -226,10 +232,11 @@ await group('Markdown', async () => {
     const formulas = await page.evaluate(list => list.map(text => {
         const to = document.createElement('div');
         showMarkdown(to, text);
-        const brief = n => (n.nodeType === 3 ? n.data : `${/^(mrow|math|mstyle|m[ino]|mtext|p|span|mspace)$/.test(n.localName) ? '' : n.localName}` +
-            `${n.childNodes.length && /^(mfrac|m?su[bp]|msubsup|munder|mover|munderover|msqrt|mroot|mtable|mtr|mtd|code)$/.test(n.localName) ? '(' : ''}` +
-            [...n.childNodes].map(brief).join('') +
-            `${n.childNodes.length && /^(mfrac|m?su[bp]|msubsup|munder|mover|munderover|msqrt|mroot|mtable|mtr|mtd|code)$/.test(n.localName) ? ')' : ''}`);
+        const brief = n => {
+            const inner = n.nodeType === 3 ? n.data : [...n.childNodes].map(brief).join('');
+            if (n.nodeType === 3 || /^(mrow|math|m[ino]|mtext|p|span|mspace)$/.test(n.localName)) return inner;
+            return n.localName + (inner && `(${inner})`);
+        };
         return brief(to.firstChild);
     }), [
         '\\(\\frac{a}{b}+\\sqrt[3]{x_1^2}\\)', '$\\frac12 x^10$', '\\[\\sum_{i=1}^{n} i * j\\]', '$$\n\\int_0^1 f\'(x)\\,dx\n$$',
@@ -244,11 +251,16 @@ await group('Markdown', async () => {
         'mtable(mtr(mtd(a)mtd(=b))mtr(mtdmtd(=c)))', '\u03b1\u2192\u221e and munder(limx\u21920)x and code($a$)',
     ];
     formulas.forEach((got, i) => same(`math ${i}`, got, wanted[i]));
-    const colors = await page.evaluate(() => ['```py\ndef f(x): # "no"\n    return """a\n# b\n"""\n```', '```js\n/* a\nb */ const x = `1\n2`; // c\n```']
-        .map(text => { const to = document.createElement('div'); showMarkdown(to, text); return [...to.querySelectorAll('code span[class]')].map(n => `${n.className}:${n.textContent}`); }));
+    const programs = ['```py\ndef f(x): # "no"\n    return """a\n# b\n"""\n```', '```js\n/* a\nb */ const x = `1\n2`; // c\n```'];
+    const colors = await page.evaluate(list => list.map(text => {
+        const to = document.createElement('div');
+        showMarkdown(to, text);
+        return [...to.querySelectorAll('code span[class]')].map(n => `${n.className}:${n.textContent}`);
+    }), programs);
     same('colors: Python', colors[0], ['word:def', 'call:f', 'comment:# "no"', 'word:return', 'string:"""a\n# b\n"""']);
     same('colors: JavaScript', colors[1], ['comment:/* a\nb */', 'word:const', 'string:`1\n2`', 'comment:// c']);
-    const repeated = ['> ', '- ', '**a ', '[', '`', '_a ', '| a ', '![a](http://x(', '``` ', '\\', 'http://(', '*a **b ', '$a ', '\\(', '\\[', '$$', '<b>', '[^', `$${'a'.repeat(400)} `, ' '.repeat(999) + 'a'];
+    const repeated = ['> ', '- ', '**a ', '[', '`', '_a ', '| a ', '![a](http://x(', '``` ', '\\', 'http://(', '*a **b ', '$a ', '\\(',
+        '\\[', '$$', '<b>', '[^', `$${'a'.repeat(400)} `, ' '.repeat(999) + 'a'];
     check('code in a single long line', await page.evaluate(() => {
         const to = document.createElement('div');
         showMarkdown(to, '```js\n' + 'f(1);'.repeat(60000));
@@ -268,13 +280,14 @@ await group('zoo', async () => {
     await asks(page, 1);
     await page.evaluate(text => { for (let i = 0; i < text.length; i += 37) stub.say(text.slice(i, i + 37)); }, zoo);
     await end(page);
-    same('no script of the model runs', await page.evaluate(() => [window.__x, document.querySelectorAll('main :is(img, iframe, svg, script, details:not(:has(.folded)))').length]), [null, 0]);
+    const active = 'main :is(img, iframe, svg, script, details:not(:has(.folded)))';
+    same('no script of the model runs', await page.evaluate(s => [window.__x, document.querySelectorAll(s).length], active), [null, 0]);
     check('links lead to http and https', (await page.evaluate(() => [...document.querySelectorAll('.content a')].map(a => a.protocol + a.rel + a.target)))
         .every(s => /^https?:noopener noreferrer_blank$/.test(s)));
     check('math', await page.locator('math').count() === 4, await page.locator('math').count());
     const wrap = page.getByRole('button', { name: 'Wrap long lines' }).nth(1);
     await wrap.click();
-    check('code wraps', await page.evaluate(() => { const pre = document.querySelectorAll('.code pre')[1]; return pre.scrollWidth <= pre.clientWidth; }));
+    check('code wraps', await page.locator('.code pre').nth(1).evaluate(pre => pre.scrollWidth <= pre.clientWidth));
     await shot(page, 'desktop-end');
     await page.evaluate(() => { $('main').scrollTop = 0; });
     await shot(page, 'desktop');
@@ -303,8 +316,10 @@ await group('zoo', async () => {
     await shot(phone, 'phone-end');
     await phone.evaluate(() => { $('main').scrollTop = 0; });
     await shot(phone, 'phone');
-    const small = () => phone.evaluate(() => [...document.querySelectorAll('button, select, summary, input')].filter(n => n.checkVisibility() && n.clientHeight)
-        .filter(n => n.getBoundingClientRect().height < 44 || n.getBoundingClientRect().width < 44).map(n => n.textContent || n.id));
+    const small = () => phone.evaluate(() => [...document.querySelectorAll('button, select, summary, input')].filter(n => {
+        const { width, height } = n.getBoundingClientRect();
+        return n.checkVisibility() && height && (width < 44 || height < 44);
+    }).map(n => n.textContent || n.id));
     same('targets to touch are 44 px', await small(), []);
     check('nothing is wider than a phone', await phone.evaluate(() => document.documentElement.scrollWidth <= 360));
     await phone.tap('#menu');
@@ -420,7 +435,8 @@ await group('two tabs', async () => {
     await Promise.all([idle(a), idle(b)]);
     for (const page of [a, b]) { await page.reload(); await ready(page); }
     const stored = await b.evaluate(() => recordsOf('messages', current.id).then(list => list.map(m => m.content)));
-    check('two at once: all is stored', ['draft a', 'draft b', 'at once a', 'at once b'].every(t => stored.includes(t)) && stored.length === 10, stored);
+    const both = ['draft a', 'draft b', 'at once a', 'at once b'];
+    check('two at once: all is stored', both.every(t => stored.includes(t)) && stored.length === 10, stored);
 
     // a draft of a tab that was closed
     await b.fill('#input', 'left behind');
@@ -448,7 +464,8 @@ await group('reload', async () => {
     await stubbed(page);
     await page.keyboard.press('Enter');
     await asks(page, 1);
-    same('files are sent', await page.evaluate(() => stub.bodies[0].messages), [{ role: 'user', content: 'a.txt:\n```\nin a file\n```\n\na draft of a new one' }]);
+    same('files are sent', await page.evaluate(() => stub.bodies[0].messages.map(m => m.content)),
+        ['a.txt:\n```\nin a file\n```\n\na draft of a new one']);
     await page.evaluate(() => stub.think('I think'));
     await say(page, 'half an answer');
     await has(page, 'half an answer');
@@ -462,7 +479,8 @@ await group('reload', async () => {
     await stubbed(page);
     await tool(page, 'Continue').click();
     await asks(page, 1);
-    same('Continue asks for the rest', await page.evaluate(() => { const b = stub.bodies[0]; return [b.continue_final_message, b.add_generation_prompt, b.messages.at(-1)]; }),
+    const rest = await page.evaluate(() => stub.bodies[0]);
+    same('Continue asks for the rest', [rest.continue_final_message, rest.add_generation_prompt, rest.messages.at(-1)],
         [true, false, { role: 'assistant', content: 'half an answer', reasoning_content: 'I think' }]);
     await say(page, ', and the rest');
     await end(page);
@@ -488,13 +506,21 @@ await group('store', async () => {
     await page.evaluate(chat => localStorage.setItem('gemma4.chat.old1', JSON.stringify(chat)), old);
     await open(page, `${url}index.html#old1`);
     page.on('dialog', d => d.accept());
-    same('what localStorage had is taken over', [await shown(page), await page.evaluate(() => Object.keys(localStorage).filter(k => k.includes('chat')).length)], [['before', 'then'], 0]);
-    await page.evaluate(() => { stub.on = true; current.draft.files = [{ name: 'big.txt', text: 'word '.repeat(1.2e6) }]; sendMessage(current); });
+    const left = await page.evaluate(() => Object.keys(localStorage).filter(k => k.includes('chat')));
+    same('what localStorage had is taken over', [await shown(page), left], [['before', 'then'], []]);
+    await page.evaluate(() => {
+        stub.on = true;
+        current.draft.files = [{ name: 'big.txt', text: 'word '.repeat(1.2e6) }];
+        sendMessage(current);
+    });
     await asks(page, 1);
     await say(page, 'much');
     await end(page);
     const [download] = await Promise.all([page.waitForEvent('download'), page.click('#export-all')]);
-    const all = () => page.evaluate(() => recordsOf('messages', 'old1').then(list => list.map(m => [m.id, m.parent, m.at, m.role, m.content, m.thought, m.end, (m.files || []).map(f => f.text.length)])));
+    const all = () => page.evaluate(() => recordsOf('messages', 'old1').then(list => list.map(m =>
+        [m.id, m.parent, m.at, m.role, m.content, m.thought, m.end, (m.files || []).map(f => f.text.length)])));
+    const take = (name, value) => page.setInputFiles('#import-file',
+        { name, mimeType: 'application/json', buffer: Buffer.from(JSON.stringify(value)) });
     const saved = await download.path(), before = await all();
     check('more than 5 MB are stored', before.some(m => m[7][0] === 6e6), before);
     await page.locator('#list li').first().hover();
@@ -503,24 +529,23 @@ await group('store', async () => {
     await page.setInputFiles('#import-file', saved);
     await has(page, 'Imported conversations: 1.');
     same('export and import of all', await all(), before);
-    await page.evaluate(() => Promise.all([write({ store: 'messages', remove: 'old1.0' }),
-        write({ store: 'messages', put: { id: 'old1.1', chat: 'old1', parent: 'old1.0', at: 5.001, role: 'assistant', content: 'changed', end: 'stop' } })]));
+    const changed = { id: 'old1.1', chat: 'old1', parent: 'old1.0', at: 5.001, role: 'assistant', content: 'changed', end: 'stop' };
+    await page.evaluate(put => write({ store: 'messages', remove: 'old1.0' }, { store: 'messages', put }), changed);
     await page.setInputFiles('#import-file', saved);
     await until(() => page.evaluate(() => recordsOf('messages', 'old1').then(list => list.some(m => m.content === 'before'))));
     const merged = await page.evaluate(() => recordsOf('messages', 'old1').then(list => list.map(m => m.content)));
     check('import adds what is not there and overwrites nothing', merged.includes('changed') && !merged.includes('then'), merged);
-    await page.setInputFiles('#import-file', { name: 'bad.json', mimeType: 'application/json', buffer: Buffer.from('{"a":1}') });
+    await take('bad.json', { a: 1 });
     await has(page, 'bad.json has no conversations');
-    await page.setInputFiles('#import-file', { name: 'o.json', mimeType: 'application/json', buffer: Buffer.from('{"messages":[{"role":"system","content":"s"},{"role":"user","content":"plain"}]}') });
+    await take('o.json', { messages: [{ role: 'system', content: 's' }, { role: 'user', content: 'plain' }] });
     await page.waitForFunction(() => [...chats.values()].some(c => c.title === 'plain'));
     passed++;
-    const strange = { id: 7, title: 5, messages: [{ id: 'a', parent: 'b', role: 'user', content: 'round' }, { id: 'b', parent: 'a', role: 'assistant', content: 'and round' }] };
-    await page.setInputFiles('#import-file', { name: 's.json', mimeType: 'application/json', buffer: Buffer.from(JSON.stringify(strange)) });
+    await take('s.json', { id: 7, title: 5, messages: [{ id: 'a', parent: 'b', role: 'user', content: 'round' },
+        { id: 'b', parent: 'a', role: 'assistant', content: 'and round' }] });
     await page.waitForFunction(() => chats.has('7'));
     await page.evaluate(() => go(chats.get('7')));
     same('messages that follow each other in a circle', await shown(page), ['round', 'and round']);
-    const broken = { messages: [{ role: 'user', content: 'q', files: 5 }] };
-    await page.setInputFiles('#import-file', { name: 'c.json', mimeType: 'application/json', buffer: Buffer.from(JSON.stringify(broken)) });
+    await take('c.json', { messages: [{ role: 'user', content: 'q', files: 5 }] });
     await has(page, 'c.json has no conversations');
     const blocked = await newContext();
     await blocked.addInitScript(() => { IDBFactory.prototype.open = () => { throw new DOMException('no', 'SecurityError'); }; });
@@ -553,7 +578,8 @@ await group('reading', async () => {
     await end(page);
     same('after it too', await state(), [0, true, 'last']);
 
-    const big = { code: ['```js\n' + Array.from({ length: 4000 }, (_, i) => `const variable_${i} = compute(${i}, "some string");`).join('\n') + '\n```', 'pre span span', 16000],
+    const lines = Array.from({ length: 4000 }, (_, i) => `const variable_${i} = compute(${i}, "some string");\n`);
+    const big = { code: ['```js\n' + lines.join('') + '```', 'pre span span', 16000],
         table: ['|a|b|\n|-|-|\n' + '|x|y|\n'.repeat(5000), 'tbody tr', 5000] };
     for (const [name, [text, selector, n]] of Object.entries(big)) {
         await page.click('#new');
@@ -576,7 +602,12 @@ await group('reading', async () => {
         if (process.env.TIMES) console.log(name, text.length, took);
         check(`a long ${name} streams in bounded time`, took[0] < 15000, took);
         check(`a long ${name} is whole`, await page.locator(selector).count() >= n, await page.locator(selector).count());
-        const again = await page.evaluate(t => { const start = performance.now(); const to = document.createElement('div'); document.body.append(to); showMarkdown(to, t); to.offsetHeight; to.remove(); return performance.now() - start; }, text);
+        const again = await page.evaluate(t => {
+            const start = performance.now(), to = document.createElement('div');
+            document.body.append(to);
+            showMarkdown(to, t);
+            return to.offsetHeight && (to.remove(), performance.now() - start);
+        }, text);
         if (process.env.TIMES) console.log(name, 'at once', Math.round(again));
         check(`a long ${name} at once`, again < 10000, again);
     }
@@ -643,7 +674,8 @@ await group('doing', async () => {
     await page.click('#open-settings');
     await page.selectOption('#preset', 'Most likely tokens');
     same('a preset', await page.inputValue('[name=temperature]'), '0');
-    const numbers = { temperature: 0.5, top_k: 5, top_p: 0.5, min_p: 0.1, repeat_penalty: 1.1, presence_penalty: 0.2, frequency_penalty: 0.3, max_tokens: 7, seed: 3, reasoning_budget: 9 };
+    const numbers = { temperature: 0.5, top_k: 5, top_p: 0.5, min_p: 0.1, repeat_penalty: 1.1, presence_penalty: 0.2,
+        frequency_penalty: 0.3, max_tokens: 7, seed: 3, reasoning_budget: 9 };
     for (const [name, value] of Object.entries(numbers)) await page.fill(`[name=${name}]`, String(value));
     await page.fill('[name=system]', 'Be brief.');
     await page.selectOption('[name=think]', 'off');
@@ -691,7 +723,10 @@ await group('keyboard', async () => {
     const reached = new Set();
     for (let i = 0; i < 60; i++) {
         await page.keyboard.press('Tab');
-        reached.add(await page.evaluate(() => { const n = document.activeElement; return n.getAttribute('aria-label') || n.textContent.trim() || n.id; }));
+        reached.add(await page.evaluate(() => {
+            const n = document.activeElement;
+            return n.getAttribute('aria-label') || n.textContent.trim() || n.id;
+        }));
     }
     for (const name of ['Settings', 'Copy the message', 'Regenerate', 'Edit', 'Branch', 'Delete', 'Continue', 'Copy code', 'Wrap long lines', 'Send',
         'Attach text files', 'New conversation', 'Search all conversations', 'Rename', 'Export', 'Export all', 'Import', 'Delete q'])
@@ -726,7 +761,8 @@ await group('places', async () => {
     await send(page, 'Hello');
     await page.waitForSelector('article.assistant');
     await idle(page);
-    check('under a path, with a policy of hashes', (await shown(page)).length === 2 && (await shown(page))[1].length > 0 && /script-src 'sha256/.test(policies[0]), policies[0]);
+    const [, answered] = await shown(page);
+    check('under a path, with a policy of hashes', answered && /script-src 'sha256/.test(policies[0]), policies[0]);
     check('requests stay under the path', paths.includes('v1/chat/completions') && paths.includes('props'), paths);
 });
 
