@@ -16,10 +16,10 @@ typedef struct {
     double      drafts[4][2]; // tokens of a draft and its time
     double      share;        // bytes that a draft of one token reads, relative to the model
     double      first;        // additional time of the first step or draft of each size
-} Machine;
+} Simulated;
 
 // The first three as measured, in ms.
-static const Machine machines[] = {
+static const Simulated machines[] = {
     { "31B, H100, MTP", SPEC_MTP, { { 1, 8.15 }, { 3, 10.3 }, { 5, 10.7 }, { 8, 11.3 }, { 16, 16.1 } },
       { { 1, 0.2 }, { 15, 3 } }, 0.04, 0 },
     { "31B, H100, DFlash", SPEC_DFLASH, { { 1, 8.15 }, { 3, 10.3 }, { 5, 10.7 }, { 8, 11.3 }, { 16, 16.1 } },
@@ -73,7 +73,7 @@ static double coin(uint64_t *state) {                 // 0 .. 1
 }
 
 typedef struct {              // a process: one machine, one session
-    const Machine *on;
+    const Simulated *on;
     Pace     pace;
     Speculator speculator;
     bool     used[2][STEP_ROWS + 1];   // whether a step of so many rows, a draft of so many tokens, has run
@@ -84,7 +84,7 @@ typedef struct {              // a process: one machine, one session
 } Run;
 
 static double takes(Run *r, int what, int n) {
-    const Machine *m = r->on;
+    const Simulated *m = r->on;
     const double more = r->used[what][n] ? 0 : m->first;
     r->used[what][n] = true;
     return more + (what ? between(m->drafts, N_OF(m->drafts), n) : between(m->rows, N_OF(m->rows), n));
@@ -143,7 +143,7 @@ static double take_answer(Run *r, const Text *t, int n, const Drafting *how, int
 }
 
 // Several answers of n tokens each in one session; with several seeds.
-static double takes_all(const Machine *m, const Text *t, int answers, int n, Drafting how) {
+static double takes_all(const Simulated *m, const Text *t, int answers, int n, Drafting how) {
     double time = 0;
     for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
         Run r = { .on = m, .pace = { .draft_share = m->share, .records = m->first > 0 },
@@ -155,7 +155,7 @@ static double takes_all(const Machine *m, const Text *t, int answers, int n, Dra
     return time;
 }
 
-static double takes_at_best(const Machine *m, const Text *t, int n) {  // with the best fixed setting, or no drafts
+static double takes_at_best(const Simulated *m, const Text *t, int n) {  // with the best fixed setting, or no drafts
     static const int depths[] = { 1, 3, 5, 7, 15 };
     double best = takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_OFF });
     best = fmin(best, takes_all(m, t, 1, n, (Drafting){ .kind = SPEC_NGRAM, .n_max = DEEPEST }));
@@ -166,7 +166,7 @@ static double takes_at_best(const Machine *m, const Text *t, int n) {  // with t
 
 // The allowed cost if drafts do not pay: 0.8 steps at first, or the first trial, and 1.5 % of the time. The controller
 // does not count the recording of new steps, so machines where that is slow are tested with long texts only.
-static void test_text(const Machine *m, const Text *t, bool tell) {
+static void test_text(const Simulated *m, const Text *t, bool tell) {
     static const struct { int answers, n; double least; } kinds[] = { { 1, 20, 0.915 }, { 1, 60, 0.965 },
                                                                       { 20, 60, 0.98 },
                                                                       { 1, 400, 0.98 }, { 1, LONG_TEXT, 0.985 } };
