@@ -18,10 +18,10 @@ typedef struct {
     double      deeper;       // ms that a row takes longer after N_PROMPT tokens
     int         most;         // --chunk
     bool        floored;      // even SHARE_LEAST rows take too long
-} Machine;
+} Simulated;
 
 // The first two as measured, in ms.
-static const Machine machines[] = {
+static const Simulated machines[] = {
     { "26B, H100", { { 1, 2.05 }, { 2, 3.19 }, { 4, 3.55 }, { 8, 4.45 }, { 16, 6.77 }, { 32, 9.79 }, { 64, 16.3 } },
       0.01, 64, false },
     { "31B, H100", { { 1, 7.8 }, { 4, 9.93 }, { 8, 10.75 }, { 16, 15.2 }, { 32, 24.7 }, { 48, 41 }, { 64, 58.6 } },
@@ -36,7 +36,7 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static double takes(const Machine *m, int rows, int prompt, int depth) {
+static double takes(const Simulated *m, int rows, int prompt, int depth) {
     int i = 0;
     while (i < N_OF(m->rows) - 2 && m->rows[i + 2][0] > 0 && rows > m->rows[i + 1][0]) i++;
     const double *a = m->rows[i], *b = m->rows[i + 1];
@@ -45,7 +45,7 @@ static double takes(const Machine *m, int rows, int prompt, int depth) {
 
 // Runs a prompt together with answers. Half-way the machine becomes `slower` times slower; a fraction `noise` of a
 // round's time is random, and every 50th round takes ten times as long.
-static void test_machine(const Machine *m, double slower, double noise, bool tell) {
+static void test_machine(const Simulated *m, double slower, double noise, bool tell) {
     const int least = min_int(SHARE_LEAST, m->most);
     Share s = share_of(least, m->most);
     int done = 0, rounds = 0, held = 0, over = 0, fewest = m->most, most = 0, waits = 0, longest = 0;
@@ -122,7 +122,7 @@ int main(int argc, char **argv) {
         test_machine(&machines[i], 3, 0, tell);
         test_machine(&machines[i], 0.4, 0.1, tell);
     }
-    test_machine(&(Machine){ "--chunk 4", { { 1, 1 }, { 64, 10 } }, 0, 4, false }, 1, 0, false);
+    test_machine(&(Simulated){ "--chunk 4", { { 1, 1 }, { 64, 10 } }, 0, 4, false }, 1, 0, false);
     test_layers("26B, 64K", 2.15, 1.1, 4, 3, tell);
     test_layers("26B, 256K", 2.15, 1.1, 12, 6, tell);
     test_layers("31B, 4K", 8, 1.5, 1.2, 1.2, tell);
