@@ -24,7 +24,7 @@ const same = (name, got, want) => check(name, JSON.stringify(got) === JSON.strin
 
 // ---- the browser ----
 const browser = await chromium.launch({ executablePath: ['/usr/bin/chromium', '/usr/local/bin/chromium'].find(existsSync),
-    args: process.getuid() === 0 ? ['--no-sandbox'] : [] });
+    args: ['--disable-dev-shm-usage', ...(process.getuid() === 0 ? ['--no-sandbox'] : [])] });      // in containers
 const complaints = [], outside = [];
 
 async function newContext(options = {}) {
