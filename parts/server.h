@@ -245,29 +245,47 @@ static void route_template(Exchange *x) {
 }
 
 // The chat page, web/index.html. It is self-contained, asks the user for the key, and may connect to this server only.
-// A browser that has it cached asks whether it has changed.
+// Its script and its style have a nonce, so that no other would run; the nonce is a new one for each run of the server,
+// and part of the tag by which a browser that has the page cached asks whether it has changed.
 static const char chat_page[] =
 #include "page.h"
 ;
 
+static struct { TokText text; char nonce[33], tag[24]; } page;
+
+static void make_page(void) {
+    static const char *const parts[] = { "<style", "<script", "" };
+    const char *at = chat_page;
+    uint64_t random[2];
+    if (getrandom(random, sizeof random, 0) != sizeof random) die("serve: the system has no random numbers");
+    snprintf(page.nonce, sizeof page.nonce, "%016" PRIx64 "%016" PRIx64, random[0], random[1]);
+    for (int i = 0; i < 3; i++) {
+        const char *to = *parts[i] ? strstr(at, parts[i]) : NULL;
+        const size_t n = to ? (size_t)(to - at) + strlen(parts[i]) : strlen(at);
+        append(&page.text, at, n);
+        if (to) put(&page.text, " nonce=%s", page.nonce);
+        at += n;
+    }
+    snprintf(page.tag, sizeof page.tag, "\"%016" PRIx64 "\"", hash_bytes(page.text.s, page.text.n));
+}
+
 static void route_page(Exchange *x) {
-    static const char policy[] = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src "
-                                 "data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'";
-    char tag[24];
-    snprintf(tag, sizeof tag, "\"%016" PRIx64 "\"", hash_bytes(chat_page, sizeof chat_page));
+    char policy[512];
+    snprintf(policy, sizeof policy,
+             "default-src 'none'; script-src 'nonce-%s'; style-src 'nonce-%s'; img-src data:; connect-src 'self'; "
+             "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+             "trusted-types 'none'", page.nonce, page.nonce);
     const char *held = header(x, "If-None-Match");
-    const bool same = held && strstr(held, tag);
+    const bool same = held && strstr(held, page.tag);
     struct MHD_Response *r =
-        MHD_create_response_from_buffer(same ? 0 : sizeof chat_page - 1, (void *)chat_page, MHD_RESPMEM_PERSISTENT);
+        MHD_create_response_from_buffer(same ? 0 : page.text.n, page.text.s, MHD_RESPMEM_PERSISTENT);
     if (!r) die("out of memory for a page");
     MHD_add_response_header(r, "Content-Type", "text/html; charset=utf-8");
     MHD_add_response_header(r, "Content-Security-Policy", policy);
     MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
     MHD_add_response_header(r, "Referrer-Policy", "no-referrer");
     MHD_add_response_header(r, "Cache-Control", "no-cache");
-    MHD_add_response_header(r, "ETag", tag);
+    MHD_add_response_header(r, "ETag", page.tag);
     send_response(x, same ? 304 : 200, r);
 }
 
@@ -655,6 +673,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);
+    make_page();
     sem_init(&wake, 0, 0);
     const struct sigaction act = { .sa_handler = on_stop, .sa_flags = (int)SA_RESTART };
     sigaction(SIGTERM, &act, NULL);

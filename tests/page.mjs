@@ -4,7 +4,6 @@
 // Prints "FAILED: .." for what went wrong, and "# page: N passed, N failed". SHOTS=DIR writes screenshots there, TIMES=1 says how
 // long each group takes, GROUP=NAME runs only that one.
 import { existsSync, readFileSync } from 'node:fs';
-import { createHash } from 'node:crypto';
 import { createRequire } from 'node:module';
 import { resolve } from 'node:path';
 
@@ -745,17 +744,13 @@ await group('keyboard', async () => {
 
 // ---- where it is served ----
 await group('places', async () => {
-    const script = /<script>([^]*)<\/script>/.exec(html)[1], style = /<style>([^]*?)<\/style>/.exec(html)[1];
-    const hash = text => `'sha256-${createHash('sha256').update(text).digest('base64')}'`;
     const context = await newContext(), paths = [], policies = [];
-    await context.route(`${url}some/path/**`, async route => {          // a proxy that takes a path away, with the strictest policy
+    await context.route(`${url}some/path/**`, async route => {          // a proxy that takes a path away
         const path = route.request().url().replace('some/path/', '');
         paths.push(path.slice(url.length));
         const response = await route.fetch({ url: path });
-        const policy = (response.headers()['content-security-policy'] || '').replace("script-src 'unsafe-inline'", `script-src ${hash(script)}`)
-            .replace("style-src 'unsafe-inline'", `style-src ${hash(style)}`);
-        policies.push(policy);
-        await route.fulfill({ response, headers: { ...response.headers(), ...(policy && { 'content-security-policy': policy }) } });
+        policies.push(response.headers()['content-security-policy'] || '');
+        await route.fulfill({ response });
     });
     const page = await newPage(context, 'some/path/');
     await page.evaluate(() => Object.assign(current.settings, { max_tokens: 5 }));
@@ -763,7 +758,7 @@ await group('places', async () => {
     await page.waitForSelector('article.assistant');
     await idle(page);
     const [, answered] = await shown(page);
-    check('under a path, with a policy of hashes', answered && /script-src 'sha256/.test(policies[0]), policies[0]);
+    check('under a path, with a policy of nonces', answered && /script-src 'nonce-/.test(policies[0]) && !/unsafe/.test(policies[0]), policies[0]);
     check('requests stay under the path', paths.includes('v1/chat/completions') && paths.includes('props'), paths);
 });
 

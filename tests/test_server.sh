@@ -133,17 +133,21 @@ ok "a conversation becomes a prompt" has out '<|turn>user\nTell me a story about
 # ---- the page -------------------------------------------------------------------------
 get / -D "$tmp/headers"
 ok "the page is there" is 200
-ok "byte for byte" cmp -s web/index.html "$tmp/out"
+page_of() { sed 's/ nonce="[0-9a-f]*"//' "$tmp/out"; }
+ok "byte for byte, but for the nonces" [ "$(page_of)" = "$(cat web/index.html)" ]
+ok "two nonces" [ "$(grep -cE '^<(style|script) nonce="[0-9a-f]{32}">' "$tmp/out")" = 2 ]
 tr -d '\r' <"$tmp/headers" >"$tmp/a"
 for line in "Content-Type: text/html; charset=utf-8" "X-Content-Type-Options: nosniff" "Referrer-Policy: no-referrer" "Cache-Control: no-cache"; do
     ok "the page: $line" grep -qix "$line" "$tmp/a"
 done
+nonce=$(sed -n 's/^<script nonce="\(.*\)">$/\1/p' "$tmp/out")
+ok "the page: its own script and style alone" grep -q "script-src 'nonce-$nonce'; style-src 'nonce-$nonce';" "$tmp/a"
 ok "the page: nothing but its own server" grep -qi "^Content-Security-Policy: default-src 'none'; .*connect-src 'self';" "$tmp/a"
 tag=$(sed -n 's/^[Ee][Tt]ag: //p' "$tmp/a")
 get /index.html -H "If-None-Match: $tag"
 ok "the page: 304 for a client that has it" is 304
 get /index.html -H 'If-None-Match: "0"'
-ok "the page: whole for a client that has another version" cmp -s web/index.html "$tmp/out"
+ok "the page: whole for a client that has another version" [ "$(page_of)" = "$(cat web/index.html)" ]
 get / -H "Host: example.org"
 ok "the page: another Host is refused" is 403
 ask / "{}" -D "$tmp/headers"
