@@ -46,6 +46,7 @@ typedef struct {
     int          n_nodes, cap_nodes, n_ranges, cap_ranges, n_slots, stamp, n_items;
     int64_t      work;                 // how many more nodes and derivatives may be computed
     bool         full;
+    int          negated;              // above 0: what is read must not match
     char         why[200];
     struct { int32_t x, result; uint32_t c; } derived[1 << 12];        // cache of derivatives
 } Patterns;
@@ -186,8 +187,8 @@ static void patterns_free(Patterns *p) {
 }
 
 // ==== [2] Regular expressions =======================================================================================
-// Those of ECMA-262, as in the keyword `pattern`, without lookbehind, word boundaries, back references and \p{..}; with
-// \A and \Z of other dialects. Without ^ or $, any text may come before or after.
+// Those of ECMA-262, as in the keyword `pattern`, without lookbehind, word boundaries, back references and most names
+// of \p{..}; and \A and \Z of other dialects. Without ^ or $, any text may come before or after.
 
 static void add_class(Chars *c, int name) {            // \d \w \s, and \D \W \S
     static const CharRange space[] = { { 9, 13 }, { 0x20, 0x20 }, { 0xA0, 0xA0 }, { 0x1680, 0x1680 },
@@ -206,6 +207,50 @@ static void add_class(Chars *c, int name) {            // \d \w \s, and \D \W \S
     for (int i = 0; i < x.n; i++) add_chars(c, x.s[i].lo, x.s[i].hi);
 }
 
+// Some characters of \p{NAME}: those that texts usually have. So a name is understood only where fewer characters mean
+// fewer texts: not after a ^ in a set, and not in (?!..).
+static const struct { const char *names; CharRange some[24]; } properties[] = {
+    { " L Letter Alphabetic ",
+      { { 'A', 'Z' }, { 'a', 'z' }, { 0xC0, 0xD6 }, { 0xD8, 0xF6 }, { 0xF8, 0x2AF }, { 0x391, 0x3A1 }, { 0x3A3, 0x3F5 },
+        { 0x3F7, 0x481 }, { 0x48A, 0x52F }, { 0x531, 0x556 }, { 0x560, 0x588 }, { 0x5D0, 0x5EA }, { 0x620, 0x64A },
+        { 0x671, 0x6D3 }, { 0x904, 0x939 }, { 0xE01, 0xE30 }, { 0x10D0, 0x10FA }, { 0x1E00, 0x1F15 },
+        { 0x3041, 0x3096 }, { 0x30A1, 0x30FA }, { 0x4E00, 0x9FFF }, { 0xAC00, 0xD7A3 } } },
+    { " Lu Uppercase_Letter Uppercase ",
+      { { 'A', 'Z' }, { 0xC0, 0xD6 }, { 0xD8, 0xDE }, { 0x391, 0x3A1 }, { 0x3A3, 0x3AB }, { 0x400, 0x42F },
+        { 0x531, 0x556 } } },
+    { " Ll Lowercase_Letter Lowercase ",
+      { { 'a', 'z' }, { 0xDF, 0xF6 }, { 0xF8, 0xFF }, { 0x3AC, 0x3CE }, { 0x430, 0x45F } } },
+    { " N Number Nd Decimal_Number ", { { '0', '9' } } },
+    { " P Punctuation ",
+      { { '!', '#' }, { '%', '*' }, { ',', '/' }, { ':', ';' }, { '?', '@' }, { '[', ']' }, { '_', '_' }, { '{', '{' },
+        { '}', '}' }, { 0x2010, 0x2027 } } },
+    { " Extended_Pictographic Emoji ",
+      { { 0xA9, 0xA9 }, { 0xAE, 0xAE }, { 0x231A, 0x231B }, { 0x23E9, 0x23F3 }, { 0x2600, 0x2604 },
+        { 0x2648, 0x2653 }, { 0x26BD, 0x26BE }, { 0x2702, 0x2702 }, { 0x2705, 0x2705 }, { 0x2708, 0x270D },
+        { 0x2728, 0x2728 }, { 0x274C, 0x274C }, { 0x2753, 0x2755 }, { 0x2764, 0x2764 }, { 0x2B50, 0x2B50 },
+        { 0x1F300, 0x1F321 }, { 0x1F324, 0x1F393 }, { 0x1F400, 0x1F4FD }, { 0x1F4FF, 0x1F53D },
+        { 0x1F5FA, 0x1F64F }, { 0x1F680, 0x1F6C5 }, { 0x1F90C, 0x1F93A }, { 0x1F947, 0x1F9FF } } },
+    { " Emoji_Component ",
+      { { '#', '#' }, { '*', '*' }, { '0', '9' }, { 0x200D, 0x200D }, { 0x20E3, 0x20E3 }, { 0xFE0F, 0xFE0F },
+        { 0x1F1E6, 0x1F1FF }, { 0x1F3FB, 0x1F3FF } } },
+    { " Regional_Indicator ", { { 0x1F1E6, 0x1F1FF } } },
+};
+
+static void read_property(Reader *r, Chars *c, bool exact) {           // after \p
+    char name[40] = " ";
+    size_t n = 1;
+    bool known = false;
+    if (take_word(r, "{")) while (n + 2 < sizeof name && peek(r) >= 0 && peek(r) != '}') name[n++] = r->s[r->i++];
+    name[n++] = ' ';
+    name[n] = 0;
+    for (size_t i = 0; !exact && i < sizeof properties / sizeof *properties; i++)
+        for (int k = 0; strstr(properties[i].names, name) && k < 24 && properties[i].some[k].hi; k++) {
+            add_chars(c, properties[i].some[k].lo, properties[i].some[k].hi);
+            known = true;
+        }
+    if (!take_word(r, "}") || !known) reader_fail(r, "\\p{%.*s} is not supported here", (int)n - 2, name + 1);
+}
+
 static uint32_t read_braced_hex(Reader *r) {           // \u{1F600}
     uint32_t x = 0;
     for (int d; (d = peek(r) < 0 ? -1 : tok_hex_digit((unsigned char)peek(r))) >= 0 && x <= LAST_CHAR; r->i++)
@@ -214,8 +259,8 @@ static uint32_t read_braced_hex(Reader *r) {           // \u{1F600}
     return x;
 }
 
-// Reads an escape sequence and adds its characters to *c. True: it is one character, in *one.
-static bool read_regex_escape(Reader *r, Chars *c, bool in_set, uint32_t *one) {
+// Reads an escape sequence and adds its characters to *c. True: it is one character, in *one. exact: see properties.
+static bool read_regex_escape(Reader *r, Chars *c, bool in_set, bool exact, uint32_t *one) {
     static const char from[] = "nrtfv0", to[] = "\n\r\t\f\v";
     r->i++;
     const int e = peek(r);
@@ -223,6 +268,10 @@ static bool read_regex_escape(Reader *r, Chars *c, bool in_set, uint32_t *one) {
     const char *at = e > 0 ? strchr(from, e) : NULL;
     if (e > 0 && strchr("dDwWsS", e)) {
         add_class(c, e);
+        return false;
+    }
+    if (e == 'p') {
+        read_property(r, c, exact);
         return false;
     }
     if (at) *one = (unsigned char)to[at - from];
@@ -245,7 +294,7 @@ static int read_regex_set(Patterns *p, Reader *r) {
         const int before = c.n;
         bool one = true;
         if (peek(r) == '\\') {
-            one = read_regex_escape(r, &c, true, &lo);
+            one = read_regex_escape(r, &c, true, inverted || p->negated, &lo);
         } else {
             lo = read_char(r);
             add_chars(&c, lo, lo);
@@ -253,7 +302,7 @@ static int read_regex_set(Patterns *p, Reader *r) {
         if (!one || peek(r) != '-' || r->i + 1 >= r->n || r->s[r->i + 1] == ']') continue;
         r->i++;
         c.n = before;
-        if (peek(r) == '\\') one = read_regex_escape(r, &(Chars){ .n = 0 }, true, &hi);
+        if (peek(r) == '\\') one = read_regex_escape(r, &(Chars){ .n = 0 }, true, true, &hi);
         else hi = read_char(r);
         if (!one || hi < lo) return reader_fail(r, "expected an ascending range");
         add_chars(&c, lo, hi);
@@ -275,7 +324,9 @@ static int read_regex_group(Patterns *p, Reader *r, int depth) {
         return reader_fail(r, "this kind of group is not supported");
     }
     if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d nested groups", GRAMMAR_NESTING);
+    p->negated += not_ahead;
     const int group = read_regex(p, r, depth + 1);
+    p->negated -= not_ahead;
     if (!take_word(r, ")")) return reader_fail(r, "expected a ')'");
     return ahead || not_ahead ? pattern_node(p, P_AHEAD, group, 0, not_ahead, 0) : group;
 }
@@ -289,7 +340,7 @@ static int read_regex_item(Patterns *p, Reader *r, int depth) {
     if (take_word(r, "^") || take_word(r, "\\A")) return pattern_node(p, P_START, 0, 0, 0, 0);
     if (take_word(r, "$") || take_word(r, "\\Z") || take_word(r, "\\z")) return pattern_node(p, P_END, 0, 0, 0, 0);
     if (c == '*' || c == '+' || c == '?') return reader_fail(r, "expected something before '%c'", c);
-    if (c == '\\') read_regex_escape(r, &chars, false, &one);
+    if (c == '\\') read_regex_escape(r, &chars, false, p->negated, &one);
     else if (take_word(r, ".")) {
         add_chars(&chars, '\n', '\n');
         add_chars(&chars, '\r', '\r');

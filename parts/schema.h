@@ -817,7 +817,9 @@ static int string_pattern(Schema *sc, const Fields *f, int *min, int *max, const
         const char *inside = NULL;
         add_parts(sc, &f->not_string[i], &parts, 0);
         gather_fields(sc, &(SchemaItem){ .n = 0 }, &parts, &n);
+        p->negated++;
         one = string_pattern(sc, &n, &from, &to, &inside);
+        p->negated--;
         one = pat_and(p, one, format_pattern(sc, &n, &inside));
         if (!inside && from == 0 && to < 0) continue;  // it was left out
         *at = f->not_string[i].s;
@@ -1074,7 +1076,10 @@ static void read_name_patterns(Schema *sc, const Parts *parts, NamePatterns *np)
             sc->patterns.full = false;
             np->part[np->n] = i;
             np->schema[np->n] = v;
-            if (!sc->g->failed && read_pattern(&sc->patterns, s, &np->names[np->n])) np->n++;
+            sc->patterns.negated++;                    // other names must not match it
+            const bool ok = !sc->g->failed && read_pattern(&sc->patterns, s, &np->names[np->n]);
+            sc->patterns.negated--;
+            if (ok) np->n++;
             else if (!sc->g->failed) leave_out(sc, key.s, "%s", sc->patterns.why);
             free((void *)(uintptr_t)s.s);
         }
