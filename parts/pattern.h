@@ -38,12 +38,17 @@ typedef struct {
     int32_t state, stamp;              // number of its state in the automaton with this stamp
 } PatternNode;
 
+typedef struct { int x, min, max, form, rule; } WrittenPattern;        // a rule that an automaton became
+
 typedef struct {
     Grammar     *g;
     PatternNode *nodes;
+    WrittenPattern *written;
     CharRange   *ranges;               // of all sets
+    int32_t     *sets;                 // the nodes that are sets
     int32_t     *slots;                // hash table of nodes, 0: free
-    int          n_nodes, cap_nodes, n_ranges, cap_ranges, n_slots, stamp, n_items;
+    int          n_nodes, cap_nodes, n_ranges, cap_ranges, n_sets, cap_sets, n_slots, stamp, n_items;
+    int          n_written, cap_written;
     int64_t      work;                 // how many more nodes and derivatives may be computed
     bool         full;
     int          negated;              // above 0: what is read must not match
@@ -96,16 +101,18 @@ static int pat_set(Patterns *p, Chars *c) {
     sort_chars(c);
     if (c->full) p->full = true;
     if (!c->n) return NOTHING;
-    for (int i = 0; i < p->n_nodes; i++) {
-        const PatternNode *x = &p->nodes[i];
-        if (x->kind == P_SET && x->b == c->n && !memcmp(p->ranges + x->a, c->s, (size_t)c->n * sizeof *c->s)) return i;
-        if (x->kind == P_SET) p->work--;
+    for (int i = 0; i < p->n_sets; i++, p->work--) {
+        const PatternNode *x = &p->nodes[p->sets[i]];
+        if (x->b == c->n && !memcmp(p->ranges + x->a, c->s, (size_t)c->n * sizeof *c->s)) return p->sets[i];
     }
     p->ranges = grammar_reserve(p->g, p->ranges, p->n_ranges + c->n, &p->cap_ranges, sizeof *p->ranges);
+    p->sets = grammar_reserve(p->g, p->sets, p->n_sets, &p->cap_sets, sizeof *p->sets);
     if (p->g->failed) return NOTHING;
     memcpy(p->ranges + p->n_ranges, c->s, (size_t)c->n * sizeof *c->s);
+    const int node = pattern_node(p, P_SET, p->n_ranges, c->n, 0, 0);
+    if (!node) return NOTHING;
     p->n_ranges += c->n;
-    return pattern_node(p, P_SET, p->n_ranges - c->n, c->n, 0, 0);
+    return p->sets[p->n_sets++] = node;
 }
 
 static int pat_range(Patterns *p, uint32_t lo, uint32_t hi) {
@@ -134,6 +141,7 @@ static int pat_join(Patterns *p, PatternKind kind, int a, int b) {
     if (a == EMPTY && (kind == P_AND || y.nullable)) return kind == P_ALT ? b : y.nullable ? EMPTY : NOTHING;
     if (b == EMPTY && (kind == P_AND || x.nullable)) return kind == P_ALT ? a : x.nullable ? EMPTY : NOTHING;
     if (kind == P_AND && ((x.kind == P_NOT && x.a == b) || (y.kind == P_NOT && y.a == a))) return NOTHING;
+    if (x.kind == kind && y.kind != kind) return pat_join(p, kind, b, a);
     if (x.kind == kind) return pat_join(p, kind, x.a, pat_join(p, kind, x.b, b));
     if (y.kind != kind) return pattern_node(p, kind, a > b ? a : b, a > b ? b : a, 0, 0);
     if (a == y.a) return b;
@@ -183,6 +191,8 @@ static void patterns_init(Patterns *p, Grammar *g) {
 static void patterns_free(Patterns *p) {
     free(p->nodes);
     free(p->ranges);
+    free(p->sets);
+    free(p->written);
     free(p->slots);
 }
 
@@ -945,7 +955,7 @@ static int expr_classes(Grammar *g, const Machine *m, const ByteSet *classes, Pa
 }
 
 // Writes the automaton of pattern x, of which texts of min to max characters are allowed.
-static int expr_machine(Patterns *p, const Machine *m, int min, int max, PatternForm form) {
+static int expr_machine(Patterns *p, const Machine *m, int x, int min, int max, PatternForm form) {
     enum { SHARED = 64 };
     Grammar *g = p->g;
     struct { ByteSet classes; int expr; } shared[SHARED];
@@ -974,8 +984,10 @@ static int expr_machine(Patterns *p, const Machine *m, int min, int max, Pattern
         RESERVE(edges, g->n_edges);
         if (!g->failed) g->edges[g->n_edges++] = e;
     }
-    const int e = new_expr(g, EXPR_MACHINE, start, m->n_states, g->n_edges - start);
-    return expr_call(g, rule_of(g, e));
+    const int rule = rule_of(g, new_expr(g, EXPR_MACHINE, start, m->n_states, g->n_edges - start));
+    p->written = grammar_reserve(g, p->written, p->n_written, &p->cap_written, sizeof *p->written);
+    if (!g->failed) p->written[p->n_written++] = (WrittenPattern){ x, min, max, (int)form, rule };
+    return expr_call(g, rule);
 }
 
 // Takes repetitions of one character out of an intersection as bounds of the length. A length that is followed by
@@ -996,10 +1008,14 @@ static int take_lengths(Patterns *p, int x, int *min, int *max) {
 }
 
 static int expr_automaton(Patterns *p, int x, int min, int max, PatternForm form) {
-    Machine *m = calloc(1, sizeof *m);
     const Chars writable = writable_chars(form);
     int e = 0;
     bool gaps = false;
+    for (int i = 0; i < p->n_written; i++) {
+        const WrittenPattern w = p->written[i];
+        if (w.x == x && w.min == min && w.max == max && w.form == (int)form) return expr_call(p->g, w.rule);
+    }
+    Machine *m = calloc(1, sizeof *m);
     if (!m) return grammar_fail(p->g, "grammar: out of memory");
     find_pattern_classes(p, m, x, &writable);
     find_states(p, m, x);
@@ -1008,7 +1024,7 @@ static int expr_automaton(Patterns *p, int x, int min, int max, PatternForm form
         gaps = !lengths_have_no_gaps(p, m, min, max);
         const bool never = m->least[0] < 0 || (max >= 0 && m->least[0] > max) || (m->most[0] >= 0 && m->most[0] < min);
         if (never) e = expr_nothing(p->g);
-        else if (!gaps) e = expr_machine(p, m, min, max, form);
+        else if (!gaps) e = expr_machine(p, m, x, min, max, form);
     }
     free(m->ranges);
     free(m->arcs);

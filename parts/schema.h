@@ -428,7 +428,7 @@ static bool search_schema(Schema *sc, const GgufJson *v, const char *base, const
     static const char *const names[] = { "$anchor", "$dynamicAnchor", "$id", "id" };
     GgufJson rest = *v, key = { 0 }, child;
     char own[SCHEMA_URI];
-    add_work(sc, sc->root.s, v->n / 16 + 64);
+    add_work(sc, sc->root.s, v->n / 4 + 64);
     if (v->type < GGUF_J_ARRAY || sc->g->failed) return false;
     const char *here = read_id(v, base, own) ? own : base;
     bool is = uri && here == own && strcmp(own, uri) == 0;
@@ -901,7 +901,8 @@ static int expr_numeric(Schema *sc, const Fields *f, bool whole) {
         const Decimal d = read_decimal((TokStr){ v.s, v.n });
         if (is_zero(&d)) return schema_fail(sc, v.s, "expected a number above 0");
         const int some = pattern_multiples(p, all, &d, whole);
-        if (p->full) leave_out(sc, v.s, "expected at most 6 digits");
+        if (p->full)
+            leave_out(sc, v.s, d.n + d.n_part > 6 ? "expected at most 6 digits" : "too complex: too many restrictions");
         else all = some;
         any &= p->full;
         p->full = false;
