@@ -38,14 +38,20 @@ typedef struct {
     int32_t state, stamp;              // number of its state in the automaton with this stamp
 } PatternNode;
 
+typedef struct { int x, min, max, form, rule; } WrittenPattern;        // a rule that an automaton became
+
 typedef struct {
     Grammar     *g;
     PatternNode *nodes;
+    WrittenPattern *written;
     CharRange   *ranges;               // of all sets
+    int32_t     *sets;                 // the nodes that are sets
     int32_t     *slots;                // hash table of nodes, 0: free
-    int          n_nodes, cap_nodes, n_ranges, cap_ranges, n_slots, stamp, n_items;
+    int          n_nodes, cap_nodes, n_ranges, cap_ranges, n_sets, cap_sets, n_slots, stamp, n_items;
+    int          n_written, cap_written;
     int64_t      work;                 // how many more nodes and derivatives may be computed
     bool         full;
+    int          negated;              // above 0: what is read must not match
     char         why[200];
     struct { int32_t x, result; uint32_t c; } derived[1 << 12];        // cache of derivatives
 } Patterns;
@@ -95,16 +101,18 @@ static int pat_set(Patterns *p, Chars *c) {
     sort_chars(c);
     if (c->full) p->full = true;
     if (!c->n) return NOTHING;
-    for (int i = 0; i < p->n_nodes; i++) {
-        const PatternNode *x = &p->nodes[i];
-        if (x->kind == P_SET && x->b == c->n && !memcmp(p->ranges + x->a, c->s, (size_t)c->n * sizeof *c->s)) return i;
-        if (x->kind == P_SET) p->work--;
+    for (int i = 0; i < p->n_sets; i++, p->work--) {
+        const PatternNode *x = &p->nodes[p->sets[i]];
+        if (x->b == c->n && !memcmp(p->ranges + x->a, c->s, (size_t)c->n * sizeof *c->s)) return p->sets[i];
     }
     p->ranges = grammar_reserve(p->g, p->ranges, p->n_ranges + c->n, &p->cap_ranges, sizeof *p->ranges);
+    p->sets = grammar_reserve(p->g, p->sets, p->n_sets, &p->cap_sets, sizeof *p->sets);
     if (p->g->failed) return NOTHING;
     memcpy(p->ranges + p->n_ranges, c->s, (size_t)c->n * sizeof *c->s);
+    const int node = pattern_node(p, P_SET, p->n_ranges, c->n, 0, 0);
+    if (!node) return NOTHING;
     p->n_ranges += c->n;
-    return pattern_node(p, P_SET, p->n_ranges - c->n, c->n, 0, 0);
+    return p->sets[p->n_sets++] = node;
 }
 
 static int pat_range(Patterns *p, uint32_t lo, uint32_t hi) {
@@ -133,6 +141,7 @@ static int pat_join(Patterns *p, PatternKind kind, int a, int b) {
     if (a == EMPTY && (kind == P_AND || y.nullable)) return kind == P_ALT ? b : y.nullable ? EMPTY : NOTHING;
     if (b == EMPTY && (kind == P_AND || x.nullable)) return kind == P_ALT ? a : x.nullable ? EMPTY : NOTHING;
     if (kind == P_AND && ((x.kind == P_NOT && x.a == b) || (y.kind == P_NOT && y.a == a))) return NOTHING;
+    if (x.kind == kind && y.kind != kind) return pat_join(p, kind, b, a);
     if (x.kind == kind) return pat_join(p, kind, x.a, pat_join(p, kind, x.b, b));
     if (y.kind != kind) return pattern_node(p, kind, a > b ? a : b, a > b ? b : a, 0, 0);
     if (a == y.a) return b;
@@ -182,12 +191,14 @@ static void patterns_init(Patterns *p, Grammar *g) {
 static void patterns_free(Patterns *p) {
     free(p->nodes);
     free(p->ranges);
+    free(p->sets);
+    free(p->written);
     free(p->slots);
 }
 
 // ==== [2] Regular expressions =======================================================================================
-// Those of ECMA-262, as in the keyword `pattern`, without lookbehind, word boundaries, back references and \p{..}; with
-// \A and \Z of other dialects. Without ^ or $, any text may come before or after.
+// Those of ECMA-262, as in the keyword `pattern`, without lookbehind, word boundaries, back references and most names
+// of \p{..}; and \A and \Z of other dialects. Without ^ or $, any text may come before or after.
 
 static void add_class(Chars *c, int name) {            // \d \w \s, and \D \W \S
     static const CharRange space[] = { { 9, 13 }, { 0x20, 0x20 }, { 0xA0, 0xA0 }, { 0x1680, 0x1680 },
@@ -206,6 +217,50 @@ static void add_class(Chars *c, int name) {            // \d \w \s, and \D \W \S
     for (int i = 0; i < x.n; i++) add_chars(c, x.s[i].lo, x.s[i].hi);
 }
 
+// Some characters of \p{NAME}: those that texts usually have. So a name is understood only where fewer characters mean
+// fewer texts: not after a ^ in a set, and not in (?!..).
+static const struct { const char *names; CharRange some[24]; } properties[] = {
+    { " L Letter Alphabetic ",
+      { { 'A', 'Z' }, { 'a', 'z' }, { 0xC0, 0xD6 }, { 0xD8, 0xF6 }, { 0xF8, 0x2AF }, { 0x391, 0x3A1 }, { 0x3A3, 0x3F5 },
+        { 0x3F7, 0x481 }, { 0x48A, 0x52F }, { 0x531, 0x556 }, { 0x560, 0x588 }, { 0x5D0, 0x5EA }, { 0x620, 0x64A },
+        { 0x671, 0x6D3 }, { 0x904, 0x939 }, { 0xE01, 0xE30 }, { 0x10D0, 0x10FA }, { 0x1E00, 0x1F15 },
+        { 0x3041, 0x3096 }, { 0x30A1, 0x30FA }, { 0x4E00, 0x9FFF }, { 0xAC00, 0xD7A3 } } },
+    { " Lu Uppercase_Letter Uppercase ",
+      { { 'A', 'Z' }, { 0xC0, 0xD6 }, { 0xD8, 0xDE }, { 0x391, 0x3A1 }, { 0x3A3, 0x3AB }, { 0x400, 0x42F },
+        { 0x531, 0x556 } } },
+    { " Ll Lowercase_Letter Lowercase ",
+      { { 'a', 'z' }, { 0xDF, 0xF6 }, { 0xF8, 0xFF }, { 0x3AC, 0x3CE }, { 0x430, 0x45F } } },
+    { " N Number Nd Decimal_Number ", { { '0', '9' } } },
+    { " P Punctuation ",
+      { { '!', '#' }, { '%', '*' }, { ',', '/' }, { ':', ';' }, { '?', '@' }, { '[', ']' }, { '_', '_' }, { '{', '{' },
+        { '}', '}' }, { 0x2010, 0x2027 } } },
+    { " Extended_Pictographic Emoji ",
+      { { 0xA9, 0xA9 }, { 0xAE, 0xAE }, { 0x231A, 0x231B }, { 0x23E9, 0x23F3 }, { 0x2600, 0x2604 },
+        { 0x2648, 0x2653 }, { 0x26BD, 0x26BE }, { 0x2702, 0x2702 }, { 0x2705, 0x2705 }, { 0x2708, 0x270D },
+        { 0x2728, 0x2728 }, { 0x274C, 0x274C }, { 0x2753, 0x2755 }, { 0x2764, 0x2764 }, { 0x2B50, 0x2B50 },
+        { 0x1F300, 0x1F321 }, { 0x1F324, 0x1F393 }, { 0x1F400, 0x1F4FD }, { 0x1F4FF, 0x1F53D },
+        { 0x1F5FA, 0x1F64F }, { 0x1F680, 0x1F6C5 }, { 0x1F90C, 0x1F93A }, { 0x1F947, 0x1F9FF } } },
+    { " Emoji_Component ",
+      { { '#', '#' }, { '*', '*' }, { '0', '9' }, { 0x200D, 0x200D }, { 0x20E3, 0x20E3 }, { 0xFE0F, 0xFE0F },
+        { 0x1F1E6, 0x1F1FF }, { 0x1F3FB, 0x1F3FF } } },
+    { " Regional_Indicator ", { { 0x1F1E6, 0x1F1FF } } },
+};
+
+static void read_property(Reader *r, Chars *c, bool exact) {           // after \p
+    char name[40] = " ";
+    size_t n = 1;
+    bool known = false;
+    if (take_word(r, "{")) while (n + 2 < sizeof name && peek(r) >= 0 && peek(r) != '}') name[n++] = r->s[r->i++];
+    name[n++] = ' ';
+    name[n] = 0;
+    for (size_t i = 0; !exact && i < sizeof properties / sizeof *properties; i++)
+        for (int k = 0; strstr(properties[i].names, name) && k < 24 && properties[i].some[k].hi; k++) {
+            add_chars(c, properties[i].some[k].lo, properties[i].some[k].hi);
+            known = true;
+        }
+    if (!take_word(r, "}") || !known) reader_fail(r, "\\p{%.*s} is not supported here", (int)n - 2, name + 1);
+}
+
 static uint32_t read_braced_hex(Reader *r) {           // \u{1F600}
     uint32_t x = 0;
     for (int d; (d = peek(r) < 0 ? -1 : tok_hex_digit((unsigned char)peek(r))) >= 0 && x <= LAST_CHAR; r->i++)
@@ -214,8 +269,8 @@ static uint32_t read_braced_hex(Reader *r) {           // \u{1F600}
     return x;
 }
 
-// Reads an escape sequence and adds its characters to *c. True: it is one character, in *one.
-static bool read_regex_escape(Reader *r, Chars *c, bool in_set, uint32_t *one) {
+// Reads an escape sequence and adds its characters to *c. True: it is one character, in *one. exact: see properties.
+static bool read_regex_escape(Reader *r, Chars *c, bool in_set, bool exact, uint32_t *one) {
     static const char from[] = "nrtfv0", to[] = "\n\r\t\f\v";
     r->i++;
     const int e = peek(r);
@@ -223,6 +278,10 @@ static bool read_regex_escape(Reader *r, Chars *c, bool in_set, uint32_t *one) {
     const char *at = e > 0 ? strchr(from, e) : NULL;
     if (e > 0 && strchr("dDwWsS", e)) {
         add_class(c, e);
+        return false;
+    }
+    if (e == 'p') {
+        read_property(r, c, exact);
         return false;
     }
     if (at) *one = (unsigned char)to[at - from];
@@ -245,7 +304,7 @@ static int read_regex_set(Patterns *p, Reader *r) {
         const int before = c.n;
         bool one = true;
         if (peek(r) == '\\') {
-            one = read_regex_escape(r, &c, true, &lo);
+            one = read_regex_escape(r, &c, true, inverted || p->negated, &lo);
         } else {
             lo = read_char(r);
             add_chars(&c, lo, lo);
@@ -253,7 +312,7 @@ static int read_regex_set(Patterns *p, Reader *r) {
         if (!one || peek(r) != '-' || r->i + 1 >= r->n || r->s[r->i + 1] == ']') continue;
         r->i++;
         c.n = before;
-        if (peek(r) == '\\') one = read_regex_escape(r, &(Chars){ .n = 0 }, true, &hi);
+        if (peek(r) == '\\') one = read_regex_escape(r, &(Chars){ .n = 0 }, true, true, &hi);
         else hi = read_char(r);
         if (!one || hi < lo) return reader_fail(r, "expected an ascending range");
         add_chars(&c, lo, hi);
@@ -275,7 +334,9 @@ static int read_regex_group(Patterns *p, Reader *r, int depth) {
         return reader_fail(r, "this kind of group is not supported");
     }
     if (depth == GRAMMAR_NESTING) return reader_fail(r, "expected at most %d nested groups", GRAMMAR_NESTING);
+    p->negated += not_ahead;
     const int group = read_regex(p, r, depth + 1);
+    p->negated -= not_ahead;
     if (!take_word(r, ")")) return reader_fail(r, "expected a ')'");
     return ahead || not_ahead ? pattern_node(p, P_AHEAD, group, 0, not_ahead, 0) : group;
 }
@@ -289,7 +350,7 @@ static int read_regex_item(Patterns *p, Reader *r, int depth) {
     if (take_word(r, "^") || take_word(r, "\\A")) return pattern_node(p, P_START, 0, 0, 0, 0);
     if (take_word(r, "$") || take_word(r, "\\Z") || take_word(r, "\\z")) return pattern_node(p, P_END, 0, 0, 0, 0);
     if (c == '*' || c == '+' || c == '?') return reader_fail(r, "expected something before '%c'", c);
-    if (c == '\\') read_regex_escape(r, &chars, false, &one);
+    if (c == '\\') read_regex_escape(r, &chars, false, p->negated, &one);
     else if (take_word(r, ".")) {
         add_chars(&chars, '\n', '\n');
         add_chars(&chars, '\r', '\r');
@@ -894,7 +955,7 @@ static int expr_classes(Grammar *g, const Machine *m, const ByteSet *classes, Pa
 }
 
 // Writes the automaton of pattern x, of which texts of min to max characters are allowed.
-static int expr_machine(Patterns *p, const Machine *m, int min, int max, PatternForm form) {
+static int expr_machine(Patterns *p, const Machine *m, int x, int min, int max, PatternForm form) {
     enum { SHARED = 64 };
     Grammar *g = p->g;
     struct { ByteSet classes; int expr; } shared[SHARED];
@@ -923,8 +984,10 @@ static int expr_machine(Patterns *p, const Machine *m, int min, int max, Pattern
         RESERVE(edges, g->n_edges);
         if (!g->failed) g->edges[g->n_edges++] = e;
     }
-    const int e = new_expr(g, EXPR_MACHINE, start, m->n_states, g->n_edges - start);
-    return expr_call(g, rule_of(g, e));
+    const int rule = rule_of(g, new_expr(g, EXPR_MACHINE, start, m->n_states, g->n_edges - start));
+    p->written = grammar_reserve(g, p->written, p->n_written, &p->cap_written, sizeof *p->written);
+    if (!g->failed) p->written[p->n_written++] = (WrittenPattern){ x, min, max, (int)form, rule };
+    return expr_call(g, rule);
 }
 
 // Takes repetitions of one character out of an intersection as bounds of the length. A length that is followed by
@@ -945,10 +1008,14 @@ static int take_lengths(Patterns *p, int x, int *min, int *max) {
 }
 
 static int expr_automaton(Patterns *p, int x, int min, int max, PatternForm form) {
-    Machine *m = calloc(1, sizeof *m);
     const Chars writable = writable_chars(form);
     int e = 0;
     bool gaps = false;
+    for (int i = 0; i < p->n_written; i++) {
+        const WrittenPattern w = p->written[i];
+        if (w.x == x && w.min == min && w.max == max && w.form == (int)form) return expr_call(p->g, w.rule);
+    }
+    Machine *m = calloc(1, sizeof *m);
     if (!m) return grammar_fail(p->g, "grammar: out of memory");
     find_pattern_classes(p, m, x, &writable);
     find_states(p, m, x);
@@ -957,7 +1024,7 @@ static int expr_automaton(Patterns *p, int x, int min, int max, PatternForm form
         gaps = !lengths_have_no_gaps(p, m, min, max);
         const bool never = m->least[0] < 0 || (max >= 0 && m->least[0] > max) || (m->most[0] >= 0 && m->most[0] < min);
         if (never) e = expr_nothing(p->g);
-        else if (!gaps) e = expr_machine(p, m, min, max, form);
+        else if (!gaps) e = expr_machine(p, m, x, min, max, form);
     }
     free(m->ranges);
     free(m->arcs);

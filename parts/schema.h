@@ -428,7 +428,7 @@ static bool search_schema(Schema *sc, const GgufJson *v, const char *base, const
     static const char *const names[] = { "$anchor", "$dynamicAnchor", "$id", "id" };
     GgufJson rest = *v, key = { 0 }, child;
     char own[SCHEMA_URI];
-    add_work(sc, sc->root.s, v->n / 16 + 64);
+    add_work(sc, sc->root.s, v->n / 4 + 64);
     if (v->type < GGUF_J_ARRAY || sc->g->failed) return false;
     const char *here = read_id(v, base, own) ? own : base;
     bool is = uri && here == own && strcmp(own, uri) == 0;
@@ -817,7 +817,9 @@ static int string_pattern(Schema *sc, const Fields *f, int *min, int *max, const
         const char *inside = NULL;
         add_parts(sc, &f->not_string[i], &parts, 0);
         gather_fields(sc, &(SchemaItem){ .n = 0 }, &parts, &n);
+        p->negated++;
         one = string_pattern(sc, &n, &from, &to, &inside);
+        p->negated--;
         one = pat_and(p, one, format_pattern(sc, &n, &inside));
         if (!inside && from == 0 && to < 0) continue;  // it was left out
         *at = f->not_string[i].s;
@@ -899,7 +901,8 @@ static int expr_numeric(Schema *sc, const Fields *f, bool whole) {
         const Decimal d = read_decimal((TokStr){ v.s, v.n });
         if (is_zero(&d)) return schema_fail(sc, v.s, "expected a number above 0");
         const int some = pattern_multiples(p, all, &d, whole);
-        if (p->full) leave_out(sc, v.s, "expected at most 6 digits");
+        if (p->full)
+            leave_out(sc, v.s, d.n + d.n_part > 6 ? "expected at most 6 digits" : "too complex: too many restrictions");
         else all = some;
         any &= p->full;
         p->full = false;
@@ -1074,7 +1077,10 @@ static void read_name_patterns(Schema *sc, const Parts *parts, NamePatterns *np)
             sc->patterns.full = false;
             np->part[np->n] = i;
             np->schema[np->n] = v;
-            if (!sc->g->failed && read_pattern(&sc->patterns, s, &np->names[np->n])) np->n++;
+            sc->patterns.negated++;                    // other names must not match it
+            const bool ok = !sc->g->failed && read_pattern(&sc->patterns, s, &np->names[np->n]);
+            sc->patterns.negated--;
+            if (ok) np->n++;
             else if (!sc->g->failed) leave_out(sc, key.s, "%s", sc->patterns.why);
             free((void *)(uintptr_t)s.s);
         }

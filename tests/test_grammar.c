@@ -297,7 +297,8 @@ static void test_schema_errors(void) {
     static const struct { const char *schema, *want; } cases[] = {
         { "", "schema: byte 0: expected" }, { "{", "schema: byte 1" }, { "3", "schema: #: expected a schema" },
           { "{\"type\":\"strin\"}", "#/type: expected the name of a type" },
-        { "{\"properties\":{\"a\":{\"contains\":{}}}}", "schema: #/properties/a/contains: this keyword is not supported" },
+        { "{\"properties\":{\"a\":{\"contains\":{}}}}",
+          "schema: #/properties/a/contains: this keyword is not supported" },
         { "{\"type\":\"object\",\"patternProperties\":{\"(\":{}}}", "#/patternProperties/(: byte 1: expected a ')'" },
         { "{\"items\":{\"if\":1}}", "#/items/if" },
         { "{\"$ref\":\"#/$defs/x\"}", "#/$ref: expected # or a path" }, { "{\"$ref\":\"http://x\"}", "#/$ref" },
@@ -556,7 +557,8 @@ static void test_tools(void) {
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Grammar g;
-        if (CHECK(grammar_from_tools(&g, &vocab, str(TOOLS), cases[i].wanted, cases[i].several, (TokStr){ NULL, 0 }, false),
+        if (CHECK(grammar_from_tools(&g, &vocab, str(TOOLS), cases[i].wanted, cases[i].several, (TokStr){ NULL, 0 },
+            false),
                   "%s", g.err)) {
             const int got = feed_tokens(&g, cases[i].text, strlen(cases[i].text), TOK_SPECIAL);
             CHECK(got == cases[i].want, "%s: %d, want %d", cases[i].text, got, cases[i].want);
@@ -882,6 +884,13 @@ static void test_limits(void) {
         { "{\"$ref\":\"#/$defs/d0\",\"$defs\":{",
           "\"d%d\":{\"allOf\":[{\"$ref\":\"#/$defs/d%d\"},{\"$ref\":\"#/$defs/d%d\"}]},", "\"d20\":{}}}",
           "at most 16 combined schemas", 20 },
+        { "{\"properties\":{\"x\":{}",
+          ",\"p%d\":{\"pattern\":\"^(?=.*a.{0,200}$)(?=.*b.{0,90}$).*%d$\",\"maxLength\":999}", "}}",
+          NULL, 60 },
+        { "{\"pattern\":\"^(?=.*b)", "(a|ab)?", "$\"}", NULL, 300 },
+        { "{\"pattern\":\"^(?=.", "(?=(a*b?)*c", ")", "?", 60 },
+        { "{\"patternProperties\":{\"a\":{}", ",\"^(?=.*a.{0,%d}$)\":{}", "}}", NULL, 14 },
+        { "{\"not\":{\"anyOf\":[{\"const\":0}", ",{\"enum\":[%d,\"x%d\"]}", "]}}", NULL, 500 },
         { "{\"oneOf\":[{}", ",{\"type\":\"object\",\"properties\":{\"k\":{\"const\":%d}},\"required\":[\"k\"]}", "]}",
           "?", 200 },
     };

@@ -68,7 +68,8 @@ static void test_file(bool print) {
                    "line %d", n + 1)) break;
         const TokStr name = text_field(&row, "name");
         n++;
-        v_formats = !strstr(line, "\"zod email_unicode") && !strstr(line, "\"zod {email_unicode");    // not with its pattern
+        v_formats = !strstr(line, "\"zod email_unicode") && !strstr(line,
+            "\"zod {email_unicode");    // not with its pattern
         if (CHECK(grammar_from_schema(&g, &vocab, (TokStr){ schema.s, schema.n }, false), "%s: %s", name.s, g.err))
             for (int k = 0; k < 8; k++) {
                 if (!draw(&g, name.s, text, sizeof text)) continue;
@@ -94,12 +95,19 @@ static const struct { const char *schema, *warning, *texts[12]; } cases[] = {
       { "+\"abc\"", "-\"abcd\"", "-\"\"", "-\"aB\"" } },
     { "{\"type\":\"string\",\"pattern\":\"^\\u00e9+$\",\"minLength\":2,\"maxLength\":300}", "",
       { "+\"\xc3\xa9\xc3\xa9\"", "-\"\xc3\xa9\"" } },
-    { "{\"type\":\"string\",\"pattern\":\"^(?!\\\\.)(?!.*\\\\.\\\\.)[a-z.]+$\"}", "", { "+\"a.b\"", "-\".a\"", "-\"a..b\"" } },
+    { "{\"type\":\"string\",\"pattern\":\"^(?!\\\\.)(?!.*\\\\.\\\\.)[a-z.]+$\"}", "",
+      { "+\"a.b\"", "-\".a\"", "-\"a..b\"" } },
     { "{\"type\":\"string\",\"pattern\":\"^(?=.*\\\\d)(?=.*[A-Z])\\\\w{4,}$\"}", "",
       { "+\"aA1b\"", "-\"aaa1\"", "-\"A1b\"", "+\"____1A\"" } },
-    { "{\"type\":\"string\",\"pattern\":\"\\\\p{L}\",\"maxLength\":2}", "#/pattern: byte 2: expected an escape", { "+\"1\"", "-\"abc\"" } },
+    { "{\"type\":\"string\",\"pattern\":\"\\\\p{Zl}\",\"maxLength\":2}", "#/pattern: byte 6: \\p{Zl} is not",
+      { "+\"1\"", "-\"abc\"" } },
+    { "{\"type\":\"string\",\"pattern\":\"^[\\\\p{Lu}\\\\d][\\\\p{L}' -]*$\"}", "",
+      { "+\"Zo\xc3\xab O'N\xc3\xa9il\"", "-\"zo\"", "+\"\xd0\x90\xd0\xb1\"", "-\"Z1\"" } },
+    { "{\"type\":\"string\",\"pattern\":\"^[^\\\\p{L}]$\"}", "#/pattern: byte 8: \\p{L} is not", { "+\"1\"" } },
+    { "{\"type\":\"string\",\"pattern\":\"^(?!\\\\p{L})\"}", "#/pattern: byte 9: \\p{L} is not", { "+\"1\"" } },
     { "{\"type\":\"string\",\"format\":\"color\"}", "#/format: this format is unknown", { "+\"x\"" } },
-    { "{\"type\":\"string\",\"format\":\"uri\"}", "", { "+\"https://example.com/a?b=c#d\"", "+\"mailto:a@b.c\"", "-\"a b\"",
+    { "{\"type\":\"string\",\"format\":\"uri\"}", "",
+      { "+\"https://example.com/a?b=c#d\"", "+\"mailto:a@b.c\"", "-\"a b\"",
       "-\"example.com\"", "+\"urn:isbn:1\"" } },
     { "{\"type\":\"string\",\"format\":\"hostname\"}", "", { "+\"a-b.example\"", "-\"-a\"", "-\"a..b\"" } },
     { "{\"type\":\"string\",\"format\":\"ipv6\"}", "", { "+\"::1\"", "+\"fe80::1:2\"", "-\"1::2::3\"", "-\"12345::\"",
@@ -109,16 +117,19 @@ static const struct { const char *schema, *warning, *texts[12]; } cases[] = {
     { "{\"type\":\"integer\",\"minimum\":-9223372036854775808,\"maximum\":9223372036854775807}", "",
       { "+9223372036854775807", "-9223372036854775808", "+-9223372036854775808", "--9223372036854775809", "+0" } },
     { "{\"type\":\"number\",\"minimum\":0.01}", "", { "+0.01", "-0.001", "-0", "+0.1", "+7", "-0.00999" } },
-    { "{\"type\":\"number\",\"minimum\":1e-2,\"maximum\":2.5E+1}", "", { "+0.01", "-0.001", "+25", "+25.0", "-25.01" } },
+    { "{\"type\":\"number\",\"minimum\":1e-2,\"maximum\":2.5E+1}", "",
+      { "+0.01", "-0.001", "+25", "+25.0", "-25.01" } },
     { "{\"type\":\"number\",\"minimum\":-3.4e38,\"maximum\":3.4e38}", "", { "+1.5", "+-3", "-1e39" } },
     { "{\"type\":\"integer\",\"minimum\":3,\"exclusiveMinimum\":true,\"maximum\":5,\"exclusiveMaximum\":false}", "",
       { "-3", "+4", "+5", "-6" } },
     { "{\"type\":\"integer\",\"minimum\":2.5,\"exclusiveMaximum\":4.5}", "", { "-2", "+3", "+4", "-5" } },
     { "{\"type\":\"array\",\"uniqueItems\":true,\"items\":{\"type\":\"integer\"}}",
       "#/uniqueItems: different items are not enforced", { "+[1,1]" } },
-    { "{\"type\":\"object\",\"properties\":{\"a\":{\"if\":true,\"type\":\"integer\"}},\"minLenght\":1}", "#/minLenght: this keyword",
+    { "{\"type\":\"object\",\"properties\":{\"a\":{\"if\":true,\"type\":\"integer\"}},\"minLenght\":1}",
+      "#/minLenght: this keyword",
       { "+{\"a\":1}" } },
-    { "{\"oneOf\":[{\"type\":\"number\"},{\"type\":\"integer\"}]}", "#/oneOf/1: a value may match both", { "+1", "+1.5" } },
+    { "{\"oneOf\":[{\"type\":\"number\"},{\"type\":\"integer\"}]}", "#/oneOf/1: a value may match both",
+      { "+1", "+1.5" } },
     { "{\"type\":\"object\",\"properties\":{\"a\":{},\"b\":{},\"c\":{}},\"minProperties\":1,\"maxProperties\":2}", "",
       { "-{}", "+{\"a\":1}", "+{\"b\":1,\"c\":2}", "-{\"a\":1,\"b\":1,\"c\":1}" } },
     { "{\"type\":\"object\",\"additionalProperties\":{\"type\":\"null\"},\"minProperties\":1,\"maxProperties\":2}", "",
@@ -131,9 +142,11 @@ static const struct { const char *schema, *warning, *texts[12]; } cases[] = {
       { "+{\"a\":1}", "-{\"a\":1,\"b\":1}" } },
     { "{\"not\":{\"anyOf\":[{\"type\":\"string\"},{\"enum\":[true,null,5]}]},\"type\":[\"string\",\"boolean\",\"null\",\"integer\"]}", "",
       { "+false", "-true", "-null", "-5", "+55", "+4", "-\"\"" } },
-    { "{\"type\":\"string\",\"not\":{\"enum\":[\"ab\",\"\"]},\"maxLength\":3}", "", { "+\"abc\"", "-\"ab\"", "+\"a\"", "-\"\"" } },
+    { "{\"type\":\"string\",\"not\":{\"enum\":[\"ab\",\"\"]},\"maxLength\":3}", "",
+      { "+\"abc\"", "-\"ab\"", "+\"a\"", "-\"\"" } },
     { "{\"type\":\"number\",\"not\":{\"const\":2.5}}", "", { "+2", "-2.5", "-2.50", "+2.51", "+-2.5" } },
-    { "{\"type\":\"object\",\"propertyNames\":{\"not\":{\"const\":\"id\"}}}", "", { "+{\"i\":1}", "-{\"id\":1}", "+{\"id2\":1}" } },
+    { "{\"type\":\"object\",\"propertyNames\":{\"not\":{\"const\":\"id\"}}}", "",
+      { "+{\"i\":1}", "-{\"id\":1}", "+{\"id2\":1}" } },
     { "{\"type\":\"string\",\"pattern\":\"^[\\\"\\\\\\\\\\n\u00e9]+$\",\"maxLength\":4}", "",
       { "+\"\\\"\\\\\\n\"", "+\"\xc3\xa9\xc3\xa9\"", "-\"\\t\"", "-\"\\n\\n\\n\\n\\n\"" } },
     { "{\"$ref\":\"#/$defs/A%20B%3Cc%3E\",\"$defs\":{\"A B<c>\":{\"type\":\"null\"}}}", "", { "+null", "-1" } },
@@ -141,8 +154,10 @@ static const struct { const char *schema, *warning, *texts[12]; } cases[] = {
     { "{\"$id\":\"http://h/a/b\",\"$ref\":\"../c#/$defs/d\",\"$defs\":{\"k\":{\"$id\":\"/c\",\"$defs\":{\"d\":{\"const\":7}}}}}", "",
       { "+7", "-8" } },
     { "{\"allOf\":[{\"type\":\"object\",\"properties\":{\"a\":{\"type\":\"integer\"}},\"additionalProperties\":{\"type\":\"null\"}},"
-      "{\"properties\":{\"b\":{}},\"required\":[\"b\"]}]}", "", { "+{\"b\":null}", "-{\"b\":1}", "+{\"a\":1,\"b\":null}" } },
-    { "{\"type\":\"string\",\"enum\":[\"ab\",\"abc\",\"x\"],\"pattern\":\"^a\",\"maxLength\":2}", "", { "+\"ab\"", "-\"abc\"", "-\"x\"" } },
+      "{\"properties\":{\"b\":{}},\"required\":[\"b\"]}]}", "",
+      { "+{\"b\":null}", "-{\"b\":1}", "+{\"a\":1,\"b\":null}" } },
+    { "{\"type\":\"string\",\"enum\":[\"ab\",\"abc\",\"x\"],\"pattern\":\"^a\",\"maxLength\":2}", "",
+      { "+\"ab\"", "-\"abc\"", "-\"x\"" } },
 };
 
 static void test_cases(void) {
@@ -158,7 +173,8 @@ static void test_cases(void) {
         grammar_free(&g);
         const bool strict = grammar_from_schema(&g, &vocab, str(cases[i].schema), true);
         const bool refused = *cases[i].warning && !strstr(cases[i].warning, "format");
-        CHECK(strict != refused && (strict || strstr(g.err, cases[i].warning)), "strict: %s: %s", cases[i].schema, g.err);
+        CHECK(strict != refused && (strict || strstr(g.err, cases[i].warning)), "strict: %s: %s", cases[i].schema,
+            g.err);
         grammar_free(&g);
     }
 }
@@ -169,7 +185,8 @@ static void test_calls(void) {
         "\"properties\":{\"s\":{\"type\":\"string\",\"pattern\":\"^(?!ab)[a-c\\\"]+$\",\"maxLength\":3},"
         "\"u\":{\"type\":\"array\",\"uniqueItems\":%s,\"items\":{\"type\":\"integer\",\"minimum\":15}}},"
         "\"patternProperties\":{\"^n_\":{\"type\":\"number\",\"maximum\":1.5}}}}}]";
-    static const char *const texts[] = { "+s:<|\"|>ac\"<|\"|>", "-s:<|\"|>abc<|\"|>", "-s:<|\"|>aaaa<|\"|>", "+n_x:1.25", "-n_x:1.51",
+    static const char *const texts[] = { "+s:<|\"|>ac\"<|\"|>", "-s:<|\"|>abc<|\"|>", "-s:<|\"|>aaaa<|\"|>",
+        "+n_x:1.25", "-n_x:1.51",
                                          "-x:1", "+u:[15,15]", "-u:[14]", "+s:<|\"|>b<|\"|>,n_1:-3,n_2:0" };
     for (int round = 0; round < 4; round++) {
         char text[1024];
@@ -177,7 +194,8 @@ static void test_calls(void) {
         snprintf(text, sizeof text, tools, round & 1 ? "true" : "false", round & 2 ? "true" : "false");
         const bool ok = grammar_from_tools(&g, &vocab, str(text), NULL, false, (TokStr){ NULL, 0 }, false);
         const char *place = "tools[0].parameters: #/properties/u/uniqueItems: different";
-        CHECK(ok == (round < 3) && strstr(ok ? g.warnings : g.err, round < 2 ? "" : place), "%d: %s%s", round, g.err, g.warnings);
+        CHECK(ok == (round < 3) && strstr(ok ? g.warnings : g.err, round < 2 ? "" : place), "%d: %s%s", round, g.err,
+            g.warnings);
         for (size_t i = 0; ok && i < sizeof texts / sizeof *texts; i++) {
             TokIds ids = { 0 };
             GrammarState s = grammar_start(&g, START_ANSWER);
@@ -209,7 +227,8 @@ static const char *wide_text(Wide x, char out[48]) {
 static void check_range(Wide lo, Wide hi, bool open_lo, bool open_hi) {
     char schema[256], text[3][48];
     Grammar g;
-    snprintf(schema, sizeof schema, "{\"type\":\"integer\",\"%s\":%s,\"%s\":%s}", open_lo ? "exclusiveMinimum" : "minimum",
+    snprintf(schema, sizeof schema, "{\"type\":\"integer\",\"%s\":%s,\"%s\":%s}", open_lo ?
+        "exclusiveMinimum" : "minimum",
              wide_text(lo, text[0]), open_hi ? "exclusiveMaximum" : "maximum", wide_text(hi, text[1]));
     const bool ok = grammar_from_schema(&g, &vocab, str(schema), false);
     CHECK(ok == (lo + open_lo <= hi - open_hi), "%s: %s", schema, g.err);
@@ -226,7 +245,8 @@ static void check_range(Wide lo, Wide hi, bool open_lo, bool open_hi) {
 
 static void test_integers(void) {
     const Wide top = INT64_MAX, safe = 9007199254740991;
-    const Wide edges[] = { -top - 1, -safe, -1000, -101, -15, -1, 0, 1, 9, 10, 15, 99, 100, 250, 1000, 4294967295, safe, top };
+    const Wide edges[] = { -top - 1, -safe, -1000, -101, -15, -1, 0, 1, 9, 10, 15, 99, 100, 250, 1000, 4294967295,
+        safe, top };
     enum { N = sizeof edges / sizeof *edges };
     for (int i = 0; i < N; i++)
         for (int k = i; k < N; k++) check_range(edges[i], edges[k], (i + k) % 3 == 0, (i + k) % 4 == 1);
@@ -238,8 +258,10 @@ static void test_integers(void) {
 
 // Numbers with up to three decimals, and one bound or two, against the validator.
 static void test_decimals(void) {
-    static const char *const bounds[] = { "0", "0.5", "-0.25", "1", "-1", "0.01", "1.005", "12.34", "-3.999", "2.5e-1", "9.99" };
-    static const char *const steps[] = { "", ",\"multipleOf\":0.25", ",\"multipleOf\":0.01", ",\"multipleOf\":0.5", ",\"multipleOf\":3",
+    static const char *const bounds[] = { "0", "0.5", "-0.25", "1", "-1", "0.01", "1.005", "12.34", "-3.999",
+        "2.5e-1", "9.99" };
+    static const char *const steps[] = { "", ",\"multipleOf\":0.25", ",\"multipleOf\":0.01", ",\"multipleOf\":0.5",
+        ",\"multipleOf\":3",
                                          ",\"multipleOf\":0.075" };
     enum { N = sizeof bounds / sizeof *bounds };
     for (int i = 0; i < N * N; i++) {
@@ -250,9 +272,11 @@ static void test_decimals(void) {
         const char *err;
         int n_in = 0;
         const bool open_lo = rnd(2), open_hi = rnd(2), one = rnd(4) == 0;
-        int n = snprintf(schema, sizeof schema, "{\"type\":\"number\",\"%s\":%s", open_lo ? "exclusiveMinimum" : "minimum",
+        int n = snprintf(schema, sizeof schema, "{\"type\":\"number\",\"%s\":%s", open_lo ?
+            "exclusiveMinimum" : "minimum",
                          bounds[i / N]);
-        if (!one) n += snprintf(schema + n, sizeof schema - (size_t)n, ",\"%s\":%s", open_hi ? "exclusiveMaximum" : "maximum",
+        if (!one) n += snprintf(schema + n, sizeof schema - (size_t)n, ",\"%s\":%s", open_hi ?
+            "exclusiveMaximum" : "maximum",
                                 bounds[i % N]);
         snprintf(schema + n, sizeof schema - (size_t)n, "%s}", steps[rnd(6)]);
         gguf_json_parse(schema, strlen(schema), &s, &at, &err);
@@ -281,7 +305,8 @@ static void test_multiples(void) {
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
         char schema[128], text[32];
         Grammar g;
-        snprintf(schema, sizeof schema, "{\"type\":\"integer\",\"multipleOf\":%d,\"minimum\":-1200,\"maximum\":3011}", steps[i]);
+        snprintf(schema, sizeof schema, "{\"type\":\"integer\",\"multipleOf\":%d,\"minimum\":-1200,\"maximum\":3011}",
+            steps[i]);
         CHECK(grammar_from_schema(&g, &vocab, str(schema), false), "%s: %s", schema, g.err);
         for (int x = -1300; x < 3100; x++) {
             const bool want = x % steps[i] == 0 && x >= -1200 && x <= 3011;
@@ -366,7 +391,8 @@ static void test_regexes(void) {
                 size_t at;
                 const char *err;
                 gguf_json_parse(schema, strlen(schema), &s, &at, &err);
-                CHECK(gguf_json_parse(drawn, strlen(drawn), &v, &at, &err) == 0 && fits(&s, &s, &v), "%s: %s", schema, drawn);
+                CHECK(gguf_json_parse(drawn, strlen(drawn), &v, &at, &err) == 0 && fits(&s, &s, &v), "%s: %s", schema,
+                    drawn);
             }
         grammar_free(&g);
         tok_text_free(&pattern);

@@ -1,4 +1,5 @@
-/* validate.h - a JSON schema validator for tests: the keywords that grammars enforce, and regular expressions. It shares
+/* validate.h - a JSON schema validator for tests: the keywords that grammars enforce,
+    and regular expressions. It shares
  * no code with parts/pattern.h and parts/schema.h, which it checks. Include after gguf.h, tokenizer.h and vocab.h. */
 #ifndef VALIDATE_H
 #define VALIDATE_H
@@ -63,7 +64,8 @@ static uint32_t v_escape(VRegex *r) {
     if (c == 'W') return v_range(r, 0, '/'), v_range(r, ':', '@'), v_range(r, '[', '^'), v_range(r, '`', '`'),
                          v_range(r, '{', 0x10FFFF), 0;
     if (c == 's' || c == 'S') {
-        static const uint32_t space[] = { 9, 13, 32, 32, 160, 160, 0x1680, 0x1680, 0x2000, 0x200A, 0x2028, 0x2029, 0x202F,
+        static const uint32_t space[] = { 9, 13, 32, 32, 160, 160, 0x1680, 0x1680, 0x2000, 0x200A, 0x2028, 0x2029,
+            0x202F,
                                           0x202F, 0x205F, 0x205F, 0x3000, 0x3000, 0xFEFF, 0xFEFF };
         uint32_t after = 0;
         for (int k = 0; k < 20; after = space[k + 1] + 1, k += 2) {
@@ -252,7 +254,8 @@ static bool v_time(const char *s) {
 static bool v_hostname(const char *s, size_t n) {
     size_t label = 0;
     for (size_t i = 0; i < n; i++) {
-        const bool letter = (s[i] >= 'a' && s[i] <= 'z') || (s[i] >= 'A' && s[i] <= 'Z') || (s[i] >= '0' && s[i] <= '9');
+        const bool letter = (s[i] >= 'a' && s[i] <= 'z') || (s[i] >= 'A' && s[i] <= 'Z') || (s[i] >= '0' &&
+            s[i] <= '9');
         if (s[i] == '.' ? !label || s[i - 1] == '-' : !letter && !(s[i] == '-' && label)) return false;
         label = s[i] == '.' ? 0 : label + 1;
         if (label > 63) return false;
@@ -300,7 +303,8 @@ static bool v_format(const GgufJson *format, const char *s) {
     if (gguf_json_is(format, "email")) return at && at > s && v_hostname(at + 1, strlen(at + 1)) && strchr(at, '.');
     if (gguf_json_is(format, "uuid")) {
         for (int i = 0; i < 36; i++)
-            if (i == 8 || i == 13 || i == 18 || i == 23 ? s[i] != '-' : !s[i] || !strchr("0123456789abcdefABCDEF", s[i]))
+            if (i == 8 || i == 13 || i == 18 || i == 23 ? s[i] != '-' : !s[i] || !strchr("0123456789abcdefABCDEF",
+                s[i]))
                 return false;
         return !s[36];
     }
@@ -501,7 +505,8 @@ static bool fits(const GgufJson *root, const GgufJson *schema, const GgufJson *v
     }
     if (v->type == GGUF_J_NUMBER) return fits_number(schema, v);
     if (v->type == GGUF_J_STRING) return fits_string(schema, v);
-    return v->type == GGUF_J_OBJECT ? fits_object(root, schema, v) : v->type == GGUF_J_ARRAY ? fits_array(root, schema, v)
+    return v->type == GGUF_J_OBJECT ? fits_object(root, schema, v) : v->type == GGUF_J_ARRAY ? fits_array(root,
+        schema, v)
            : true;
 }
 #endif
