@@ -95,7 +95,7 @@ no-cuda:
 	@echo "make cuda: $(if $(strip $(NVCC)),cublas_v2.h not found next to $(NVCC); install the complete CUDA toolkit,nvcc not found; install the \
 	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
-$(B)/gemma4-cpu: $(SOURCES) $(BACKEND) $(BACKEND_OBJECT) $(B)/flags
+$(B)/gemma4-cpu: $(SOURCES) $(B)/commit.h $(BACKEND) $(BACKEND_OBJECT) $(B)/flags
 	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(BACKEND_LIBS) -lm
 $(B)/backend.o: $(BACKEND) gemma4.h gguf.h $(wildcard parts/*.cuh) parts/kv.h parts/cards.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++20 $(HOST_FLAGS),-ffp-contract=off -lineinfo $(ARCH_FLAGS) $(NVCC_FLAGS) -I. $(BACKEND_DEFINES) -c $< -o $@
@@ -106,7 +106,7 @@ test-backend: $(if $(BACKEND),$(B)/test_ops $(B)/test_sampling)        ## with B
 	$(if $(OPS),,$(B)/test_sampling -$(BACKEND_NAME))
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/plain.o $(B)/kernels.o
 	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
-$(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
+$(B)/gemma4-cuda.o: $(SOURCES) $(B)/commit.h $(B)/flags
 	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
@@ -116,6 +116,10 @@ $(B)/plain.o: parts/plain.cu gemma4.h parts/kv.h parts/cards.h $(B)/cuda-flags
 # The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
 $(B)/page.h: web/index.html
 	@mkdir -p $(B) && sed 's/[\\"?]/\\&/g; s/.*/"&\\n"/' $< > $@.part && mv -f $@.part $@
+# The commit that --version names; not a prerequisite of the tests' programs, which would be rebuilt after every commit.
+$(B)/commit.h: FORCE
+	@mkdir -p $(B); is="#define COMMIT \"$$(git describe --always --dirty=+ --exclude '*' 2>/dev/null || echo unknown)\""; \
+	[ "$$(cat $@ 2>/dev/null)" = "$$is" ] || printf '%s\n' "$$is" > $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
 $(B)/flags: HOLDS = $(COMPILE) $(LTO) $(EDIT_LIB) $(HTTP_LIB)
 $(B)/cuda-flags: HOLDS = $(NVCC) $(HOST_FLAGS) $(ARCH) $(NVCC_FLAGS)
@@ -151,10 +155,10 @@ $(ENGINE_OBJECTS): $(B)/flags
 	$(COMPILE) -UNDEBUG -D_GNU_SOURCE $(USES) -D$(shell echo $(basename $(@F)) | tr a-z A-Z)_IMPLEMENTATION -xc -c $(filter %$(basename $(@F)).h,$^) -o $@
 dev: $(B)/gemma4-dev            ## build ./gemma4 fast, for the CPU, hardly optimised: a change of one part takes seconds
 	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
-$(B)/gemma4-dev: $(B)/engine.a $(SOURCES) $(B)/flags
+$(B)/gemma4-dev: $(B)/engine.a $(SOURCES) $(B)/commit.h $(B)/flags
 	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
 # The program that the shell suites run, without a GPU: -O2 and no -flto take half of the time that gemma4-cpu takes.
-$(B)/gemma4-tested: $(SOURCES) $(B)/flags
+$(B)/gemma4-tested: $(SOURCES) $(B)/commit.h $(B)/flags
 	$(COMPILE:-O3=-O2) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
 # The chat's line editor alone, with each library that links and without: test_terminal types to them.
 $(LINES): $(B)/lines-%: tests/lines.c parts/lines.h $(B)/flags
@@ -203,8 +207,8 @@ $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
 	$(FUZZ_BUILD) -I. -DFUZZER $(HTTP_FLAG) -Wno-unused-function $< -o $@ $(HTTP_LIB) -lm
 
-amalgamate: $(B)/page.h         ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
-	@tools/amalgamate.sh gemma4.c $(B) > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
+amalgamate: $(B)/page.h $(B)/commit.h         ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
+	@{ cat $(B)/commit.h; tools/amalgamate.sh gemma4.c $(B); } > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
 bench: all                      ## time MODEL on this machine: prompt and decode tok/s
 	@./$(BIN) bench "$(MODEL)"
 install:                        ## copy gemma4 to DESTDIR and PREFIX/bin

@@ -204,8 +204,9 @@ static bool resume(Chat *c, bool own_seed) {
         return false;
     }
     const size_t n = count_messages(&note.messages, NULL);
-    fprintf(stderr, "# session: %zu tokens", session_held(c->s)->n + note.pending.n);
-    fprintf(stderr, c->raw ? " of text\n" : ", %zu messages\n", n);
+    if (c->verbose)
+        fprintf(stderr, c->raw ? "# session: %zu tokens of text\n" : "# session: %zu tokens, %zu messages\n",
+                session_held(c->s)->n + note.pending.n, n);
     c->messages = note.messages;
     c->pending = note.pending;
     c->n_skipped = note.n_skipped < n ? note.n_skipped : n;
@@ -311,6 +312,12 @@ static bool load_messages(Chat *c, const char *path) {
     return ok;
 }
 
+// Prints the statistics of an answer that has just ended: a line, or with -v all of them.
+static void print_after(const Chat *c) {
+    if (c->verbose) print_turn(session_turn(c->s));
+    else print_summary(session_turn(c->s));
+}
+
 static void print_stats(const Chat *c) {
     if (session_turn(c->s)->why) print_turn(session_turn(c->s));
     fprintf(stderr, "# context: %zu of %zu tokens used; %zu messages", session_held(c->s)->n, context_of(c),
@@ -410,7 +417,7 @@ static bool command(Chat *c, char *line) {
     case CMD_EXIT: return false;
     }
     if (!ok) fprintf(stderr, "# %s\n", c->err);
-    if (answered && c->verbose) print_stats(c);
+    if (ok && answered) print_after(c);
     return true;
 }
 
@@ -426,7 +433,7 @@ static void say(Chat *c, TokStr text) {
     const bool ok = answer(c);
     c->changed = true;
     if (!ok) fprintf(stderr, "# %s\n", c->err);
-    if (ok && c->verbose) print_stats(c);
+    if (ok) print_after(c);
     if (count_messages(&c->messages, NULL) > n + 1) return;
     if (ok) fprintf(stderr, "# cancelled; message removed (Up recalls it)\n");
     keep_messages(&c->messages, true, n);

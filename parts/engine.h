@@ -75,6 +75,7 @@ API void model_close(Model *m);                                      // its sess
 API void model_tokenizer(Model *m, Tokenizer *t);                    // the tokenizer of the file; dies if there is none
 API void read_weights(Model *m, bool check);                         // reads the file ahead; check: dies at NaN, Inf
 API void print_plan(Model *m);                                       // model, memory and device, on stderr
+API void print_model(Model *m);                                      // the same in one line, and warnings
 
 API const ModelOptions *model_options(const Model *m);               // as the plan has settled them: n_ctx, n_batch
 API ModelShape model_shape(const Model *m);
@@ -85,6 +86,7 @@ API bool chunk_is_free(const Model *m, int chunk);                   // true if 
 API int model_paused(const Model *m);                                // the session whose prompt is paused; -1: none
 // The part of the key blocks that prompts have attended to since the last call; 0: dense prompts, or none.
 API double read_density(Model *m);
+API double read_joules(const Model *m);                // energy that the device has used so far; < 0: not known
 
 // ==== [2] Drafts ====================================================================================================
 
@@ -166,6 +168,7 @@ typedef struct {              // statistics of an answer
     uint64_t    hash;                  // of the last logits, if the caller has filled it in
     DraftCount  drafts;
     double      density;               // read_density() of its prompt, if the caller has filled it in
+    double      joules;                // energy of the device meanwhile, if the caller has filled it in; 0: not known
     int         loop;                  // tokens of the loop that the text ends in; 0: no loop
     const char *why;                   // why the answer ended; NULL: it has not ended
     EndReason   end;                   // the same; set at the end

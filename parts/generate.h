@@ -1083,4 +1083,6 @@ static double read_density(Model *m) {
     return n[1] ? (double)n[0] / (double)n[1] : 0;
 }
 
+static double read_joules(const Model *m) { return m->ops->joules ? m->ops->joules() : -1; }
+
 #endif
