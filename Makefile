@@ -1,7 +1,7 @@
 # Makefile - builds the engine, its tests and its fuzzers. A C compiler is all it needs; `make help` lists the targets.
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
-#   CC=clang   CFLAGS="-O2 -g"   EDIT=0 (no line editing)   HTTP=0 (no server)   WERROR=1 (warnings are errors)
+#   CC=clang   CFLAGS="-O2 -g"   HTTP=0 (no server)   WERROR=1 (warnings are errors)
 #   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   LDFLAGS=-L/folder
 #   ARCH=sm_90 (for which GPUs); native (those of this machine); all-major (8.0 to 12.1, as far as nvcc knows them); pairs:
 #     ARCH=compute_86:sm_90 is the code of an 8.6 card assembled for a 9.0 card, which tests the former on the latter
@@ -12,7 +12,6 @@ BACKEND_NAME := $(basename $(notdir $(BACKEND)))
 B       := build$(if $(BACKEND),/$(BACKEND_NAME))
 BIN     := gemma4
 CFLAGS  ?= -O3 -march=native -g1
-EDIT    ?= 1
 PREFIX  ?= /usr/local
 MODEL   ?= models/gemma4-mini-q8_0.gguf
 # Without a GPU to look at: the oldest that the kernels run on; newer ones translate it when they load it.
@@ -31,16 +30,6 @@ TESTED_BIN = $(B)/gemma4-$(if $(filter cpu,$(TESTED)),tested,cuda)
 JOBS    ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
-# The chat edits lines with libedit, or else readline, when a program built with it links.
-ifeq ($(EDIT),1)
-EDITORS   := $(foreach name,editline readline,$(shell probe=$$(mktemp) || exit; \
-    echo 'int main(void) { rl_callback_handler_remove(); }' | $(CC) $(CFLAGS) -include stdio.h \
-    -include $(name)/readline.h -xc - -o $$probe $(LDFLAGS) -l$(name:editline=edit) 2>/dev/null && echo $(name); rm -f $$probe))
-endif
-edit_flag  = $(patsubst %,-DUSE_%,$(subst editline,EDITLINE,$(subst readline,READLINE,$1)))
-edit_lib   = $(patsubst %,-l%,$(1:editline=edit))
-EDIT_FLAG := $(call edit_flag,$(firstword $(EDITORS)))
-EDIT_LIB  := $(call edit_lib,$(firstword $(EDITORS)))
 # gcc compiles the parts of one file side by side when they are put together at link time.
 LTO       := $(shell probe=$$(mktemp) || exit; echo 'int main(void) { return 0; }' | \
     $(CC) -flto=auto -flto-partition=balanced -xc - -o $$probe 2>/dev/null && echo -flto=auto -flto-partition=balanced; rm -f $$probe)
@@ -58,7 +47,7 @@ endif
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS) $(BACKEND_FLAGS) -I$(B)
 SOURCES  := gemma4.c $(wildcard *.h parts/*.h) $(B)/page.h
 TESTS    := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
-LINES    := $(patsubst %,$(B)/lines-%,none $(EDITORS))
+LINES    := $(B)/lines
 BENCHES  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/bench_*.c))
 comma := ,
 # A pair a:b is -gencode arch=a,code=b; all-major is a list of pairs.
@@ -96,7 +85,7 @@ no-cuda:
 	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/commit.h $(BACKEND) $(BACKEND_OBJECT) $(B)/flags
-	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(BACKEND_LIBS) -lm
+	$(COMPILE) $(LTO) $(HTTP_FLAG) gemma4.c $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(HTTP_LIB) $(BACKEND_LIBS) -lm
 $(B)/backend.o: $(BACKEND) gemma4.h gguf.h $(wildcard parts/*.cuh) parts/kv.h parts/cards.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++20 $(HOST_FLAGS),-ffp-contract=off -lineinfo $(ARCH_FLAGS) $(NVCC_FLAGS) -I. $(BACKEND_DEFINES) -c $< -o $@
 # Tests another backend; OPS="matmul attend": these operations alone, and no sampler.
@@ -105,9 +94,9 @@ test-backend: $(if $(BACKEND),$(B)/test_ops $(B)/test_sampling)        ## with B
 	$(B)/test_ops -$(BACKEND_NAME) $(OPS)
 	$(if $(OPS),,$(B)/test_sampling -$(BACKEND_NAME))
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/plain.o $(B)/kernels.o
-	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
+	$(LINK) $^ -o $@ $(LDFLAGS) $(HTTP_LIB) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/commit.h $(B)/flags
-	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
+	$(COMPILE) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # The plain kernels are for older GPUs too, whatever ARCH says; newer ones translate them when they load them.
@@ -121,7 +110,7 @@ $(B)/commit.h: FORCE
 	@mkdir -p $(B); is="#define COMMIT \"$$(git describe --always --dirty=+ --exclude '*' 2>/dev/null || echo unknown)\""; \
 	[ "$$(cat $@ 2>/dev/null)" = "$$is" ] || printf '%s\n' "$$is" > $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
-$(B)/flags: HOLDS = $(COMPILE) $(LTO) $(EDIT_LIB) $(HTTP_LIB)
+$(B)/flags: HOLDS = $(COMPILE) $(LTO) $(HTTP_LIB)
 $(B)/cuda-flags: HOLDS = $(NVCC) $(HOST_FLAGS) $(ARCH) $(NVCC_FLAGS)
 $(B)/engine: HOLDS = $(ENGINE)
 $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
@@ -156,13 +145,13 @@ $(ENGINE_OBJECTS): $(B)/flags
 dev: $(B)/gemma4-dev            ## build ./gemma4 fast, for the CPU, hardly optimised: a change of one part takes seconds
 	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
 $(B)/gemma4-dev: $(B)/engine.a $(SOURCES) $(B)/commit.h $(B)/flags
-	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
+	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(HTTP_FLAG) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
 # The program that the shell suites run, without a GPU: -O2 and no -flto take half of the time that gemma4-cpu takes.
 $(B)/gemma4-tested: $(SOURCES) $(B)/commit.h $(B)/flags
-	$(COMPILE:-O3=-O2) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
-# The chat's line editor alone, with each library that links and without: test_terminal types to them.
-$(LINES): $(B)/lines-%: tests/lines.c parts/lines.h $(B)/flags
-	$(TEST_COMPILE) $(call edit_flag,$(filter-out none,$*)) $< -o $@ $(LDFLAGS) $(call edit_lib,$(filter-out none,$*))
+	$(COMPILE:-O3=-O2) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
+# The chat's line editor alone: test_terminal types to it.
+$(LINES): tests/lines.c parts/lines.h parts/base.h $(B)/flags
+	$(TEST_COMPILE) $< -o $@ $(LDFLAGS)
 $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine $(B)/engine.a \
     $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o $(B)/plain.o) $(BACKEND) $(BACKEND_OBJECT)
 ifeq ($(ENGINE),cuda)

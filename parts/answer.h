@@ -118,7 +118,8 @@ static void print_turn(const Turn *t) {
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
     if (t->loop) print_loop(t);
-    if (t->joules > 0) fprintf(stderr, "# energy: %.1f J, %.3f J per token\n", t->joules, t->joules / max_int(t->made, 1));
+    if (t->joules > 0)
+        fprintf(stderr, "# energy: %.1f J, %.3f J per token\n", t->joules, t->joules / max_int(t->made, 1));
     if (d->n_steps) print_drafts(t);
 }
 
@@ -129,7 +130,8 @@ static void print_summary(const Turn *t) {
     fprintf(stderr, "; prompt %d", t->n_prompt);
     if (t->n_run < t->n_prompt) fprintf(stderr, " (%d cached)", t->n_prompt - t->n_run);
     fprintf(stderr, ", %.1f tok/s", t->n_run / t->prompt_seconds);
-    if (t->drafts.n_steps && !t->loop) fprintf(stderr, "; drafts accepted %d/%d", t->drafts.accepted, t->drafts.drafted);
+    if (t->drafts.n_steps && !t->loop)
+        fprintf(stderr, "; drafts accepted %d/%d", t->drafts.accepted, t->drafts.drafted);
     if (t->joules > 0) fprintf(stderr, "; %.1f J", t->joules);
     if (t->end != END_TURN) fprintf(stderr, "; stopped: %s", t->why);
     fprintf(stderr, "%s\n", style.normal);

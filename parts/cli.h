@@ -58,7 +58,7 @@ __attribute__((noreturn)) static void refuse_word(const char *model, const char 
     if (is_no_file(model)) die_no_verb(model);
     if (verb_named(word)) die("%s: expected the command before the model; try gemma4 %s %s", word, word, model);
     if (!access(word, F_OK))
-        die("%s: a second model file; type -md %s if it is the draft model of %s, or give one model", word, word, model);
+        die("%s: a second model file; if it is the draft model of %s, type -md %s", word, model, word);
     die("unexpected word '%s' after the model %s; a prompt needs -p: gemma4 %s -p \"%s ..\"", word, model, model, word);
 }
 
@@ -228,25 +228,6 @@ static float *parse_biases(const TextList *list, int vocab) {
     return bias;
 }
 
-// Prints the sampling steps that are switched on, in the order in which they run.
-static void print_sampling(const Model *m, const SampleParams *p) {
-    fprintf(stderr, "# sampling: ");
-    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed, ", m->n_suppressed);
-    if (m->s.bias) fprintf(stderr, "logit bias, ");
-    if (m->s.counts)
-        fprintf(stderr, "penalties (repeat %g, frequency %g, presence %g), ", (double)p->repeat, (double)p->frequency,
-                (double)p->presence);
-    if (p->temperature <= 0) {
-        fprintf(stderr, "greedy (temperature 0)\n");
-        return;
-    }
-    fprintf(stderr, "temperature %g, ", (double)p->temperature);
-    if (p->top_k > 0) fprintf(stderr, "top-k %d, ", (int)p->top_k);
-    if (p->top_p < 1) fprintf(stderr, "top-p %g, ", (double)p->top_p);
-    if (p->min_p > 0) fprintf(stderr, "min-p %g, ", (double)p->min_p);
-    fprintf(stderr, "then sample, seed %" PRIu64 "\n", p->seed);
-}
-
 // Reads the prompt: the text of -p, the file of -f, or both separated by an empty line. If neither flag is given, reads
 // standard input, unless it is a terminal or a chat reads its messages from it. Returns NULL if there is no prompt. The
 // caller frees the text.
@@ -333,9 +314,6 @@ static void check_generate_flags(const Flags *f, bool chatting) {
     if (f->think_budget > 0 && !f->think) die("--think-budget needs --think");
     if (f->session) check_session_path(f->session);
     if (!chatting && f->history) die("--history is an option of a chat; try -i");
-#ifndef EDITS_LINES
-    if (f->history) die("--history: this build has no line editing: libedit and readline were missing");
-#endif
 }
 
 static SampleParams sampling_params(const Flags *f, Gguf *g) {

@@ -76,6 +76,7 @@ API void model_tokenizer(Model *m, Tokenizer *t);                    // the toke
 API void read_weights(Model *m, bool check);                         // reads the file ahead; check: dies at NaN, Inf
 API void print_plan(Model *m);                                       // model, memory and device, on stderr
 API void print_model(Model *m);                                      // the same in one line, and warnings
+API void print_sampling(const Model *m, const SampleParams *p);      // the sampling steps, on stderr
 
 API const ModelOptions *model_options(const Model *m);               // as the plan has settled them: n_ctx, n_batch
 API ModelShape model_shape(const Model *m);

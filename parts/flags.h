@@ -1,7 +1,8 @@
 /* flags.h - the table of commands and flags, and what is made from it: --help, the manual page, completions for shells.
  *
  * Uses base.h, engine.h (names, limits) and chat.h (its commands). Begin with flags[], print_help() and find_flag().
- *   [1] Verbs and flags    [2] Flags of other programs    [3] Names    [4] Help    [5] Manual page    [6] Completions */
+ *   [1] Verbs and flags    [2] Flags of other programs    [3] Names
+ *   [4] Help    [5] Manual page    [6] Completions */
 #ifndef FLAGS_H
 #define FLAGS_H
 
@@ -33,7 +34,8 @@ typedef enum {
 } Verb;
 
 static const struct { const char *name; Verb verb; const char *arguments, *help; } verbs[] = {
-    { "serve", SERVE, "MODEL.gguf [--port N] [-np N]", "OpenAI-compatible HTTP server with a chat page; docs/server.md" },
+    { "serve", SERVE, "MODEL.gguf [--port N] [-np N]",
+      "OpenAI-compatible HTTP server with a chat page; docs/server.md" },
     { "plan", PLAN, "MODEL.gguf [-c N] [--card NAME]", "memory that each context size needs" },
     { "bench", BENCH, "MODEL.gguf [-p N,..] [-n N,..]", "tokens per second, as llama-bench measures them" },
     { "ppl", PPL, "MODEL.gguf -f FILE", "perplexity, as llama-perplexity computes it; --kld: KL divergence" },
@@ -390,7 +392,8 @@ static const Foreign foreign[] = {
       "gemma4 opens files only; ./run.sh --fetch NAME downloads a model" },
     { REFUSED, "--lora --lora-scaled --control-vector --control-vector-scaled", "V", NULL,
       "adapters are not supported; merge the adapter into the model, then convert that" },
-    { REFUSED, "-mm --mmproj -mmu --mmproj-url --image --audio", "V", NULL, "images and sound are not supported; text only" },
+    { REFUSED, "-mm --mmproj -mmu --mmproj-url --image --audio", "V", NULL,
+      "images and sound are not supported" },
     { REFUSED, "--mirostat --mirostat-lr --mirostat-ent", "N", "0",
       "not supported; --temp, --top-k, --top-p and --min-p shape the sampling" },
     { REFUSED, "--dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker", "N",
@@ -409,16 +412,19 @@ static const Foreign foreign[] = {
     { REFUSED, "--override-kv", "V", NULL, "the file's metadata counts" },
     { REFUSED, "--keep", "N", "0", "--context-shift keeps <bos> and the system prompt" },
     { REFUSED, "-e --escape", NULL, NULL, "\\n in -p stays \\n; in bash, -p $'a\\nb' has a line break" },
-    { REFUSED, "--chat-template", "V", "gemma|gemma4", "Gemma 4's is built in; --template selects its variant, --raw none" },
-    { REFUSED, "--chat-template-file", "FILE", NULL, "Gemma 4's is built in; --template selects its variant, --raw none" },
+    { REFUSED, "--chat-template --chat-template-file", "V", "gemma|gemma4",
+      "Gemma 4's is built in; --template selects its variant, --raw uses none" },
     { REFUSED, "--chat-template-kwargs", "V", "{\"enable_thinking\":false}|{\"enable_thinking\": false}",
       "--think lets the model think" },
     { REFUSED, "-rea --reasoning", "V", "off|auto", "--think lets the model think" },
-    { REFUSED, "--reasoning-format", "V", "auto|deepseek", "thoughts are never part of the text; --show-thoughts shows them" },
+    { REFUSED, "--reasoning-format", "V", "auto|deepseek",
+      "thoughts are never part of the text; --show-thoughts shows them" },
     { REFUSED, "-sysf --system-prompt-file", "FILE", NULL, "use -sys \"$(cat FILE)\"" },
-    { REFUSED, "--prompt-cache --slot-save-path", "FILE", NULL, "--session FILE keeps a session, serve --session-dir DIR all" },
+    { REFUSED, "--prompt-cache --slot-save-path", "FILE", NULL,
+      "--session FILE keeps a session, serve --session-dir DIR all of them" },
     { REFUSED, "--prompt-cache-all --prompt-cache-ro", NULL, NULL, "--session FILE keeps a session" },
-    { REFUSED, "--in-prefix --in-suffix --in-prefix-bos", "V", NULL, "the chat template does this; --raw continues any text" },
+    { REFUSED, "--in-prefix --in-suffix --in-prefix-bos", "V", NULL,
+      "the chat template does this; --raw continues any text" },
     { REFUSED, "-mli --multiline-input", NULL, NULL, "\"\"\" begins and ends a message of several lines" },
     { REFUSED, "--log-file", "FILE", NULL, "use 2>FILE" },
     { REFUSED, "--format", "V", NULL, "-j '{}' constrains the answer to JSON, -j SCHEMA to a schema" },
@@ -436,7 +442,8 @@ static const struct { const char *names, *instead; } foreign_words[] = {
     { "generate cli completion complete", "gemma4 MODEL.gguf -p TEXT" },
     { "help", "gemma4 --help, or gemma4 COMMAND --help" },
     { "version", "gemma4 --version" },
-    { "pull list ls rm cp ps stop create push", "./run.sh --fetch for a list of models to download; models are files here" },
+    { "pull list ls rm cp ps stop create push",
+      "./run.sh --fetch for a list of models to download; models are files here" },
     { "show info", "gemma4 plan MODEL.gguf" },
     { "server api", "gemma4 serve MODEL.gguf" },
     { "perplexity", "gemma4 ppl MODEL.gguf -f FILE" },
@@ -599,14 +606,16 @@ static const char *group_at(size_t k, size_t *group) {
 
 // Prints the help of one command, in lines that fit the terminal.
 static void print_help(Verb verb) {
+    static const char *const uses[][2] = {
+        { "gemma4 MODEL.gguf [flags]", "chat on a terminal; otherwise standard input is the prompt" },
+        { "gemma4 MODEL.gguf -p TEXT [flags]", "answer a prompt: text on stdout, the rest on stderr" },
+        { "gemma4 COMMAND MODEL.gguf [flags]", "one of these; gemma4 COMMAND --help lists its flags" } };
     const int columns = min_int(terminal_columns(1), 120);
     const char *title = NULL;
     char text[200];
     if (verb == GENERATE) {
         printf("gemma4 " VERSION " - runs Gemma 4 text models from GGUF files\n\n");
-        print_entry("gemma4 MODEL.gguf [flags]", "chat on a terminal; otherwise standard input is the prompt", 34, columns);
-        print_entry("gemma4 MODEL.gguf -p TEXT [flags]", "answer a prompt: text on stdout, the rest on stderr", 34, columns);
-        print_entry("gemma4 COMMAND MODEL.gguf [flags]", "one of these; gemma4 COMMAND --help lists its flags", 34, columns);
+        for (size_t k = 0; k < sizeof uses / sizeof *uses; k++) print_entry(uses[k][0], uses[k][1], 34, columns);
         printf("\ncommands\n");
         for (size_t k = 0; k < N_VERBS; k++) print_entry(verbs[k].name, verbs[k].help, 10, columns);
     }
@@ -647,11 +656,12 @@ static void print_item(const char *name, const char *text, const char *more) {  
 static void print_man(void) {
     static const char *const kinds[] = { "accepted, not needed", "refused", "same as" };
     char text[200], owners[120];
-    printf(".TH GEMMA4 1 \"\" \"gemma4 " VERSION "\" \"User Commands\"\n.SH NAME\ngemma4 \\- runs Gemma 4 text models from "
-           "GGUF files\n.SH SYNOPSIS\n.B gemma4\n.I MODEL.gguf\n[\\fB\\-p\\fR \\fITEXT\\fR] [\\fIflags\\fR]\n.br\n.B gemma4\n"
-           ".I COMMAND MODEL.gguf\n[\\fIflags\\fR]\n.SH DESCRIPTION\nWith \\fB\\-p\\fR gemma4 answers a prompt: the text goes "
-           "to standard output, everything else to standard error. Without it, on a terminal, it chats. Other uses are "
-           "commands:\n.SH COMMANDS\n");
+    printf(".TH GEMMA4 1 \"\" \"gemma4 " VERSION "\" \"User Commands\"\n"
+           ".SH NAME\ngemma4 \\- runs Gemma 4 text models from GGUF files\n"
+           ".SH SYNOPSIS\n.B gemma4\n.I MODEL.gguf\n[\\fB\\-p\\fR \\fITEXT\\fR] [\\fIflags\\fR]\n"
+           ".br\n.B gemma4\n.I COMMAND MODEL.gguf\n[\\fIflags\\fR]\n"
+           ".SH DESCRIPTION\nWith \\fB\\-p\\fR gemma4 answers a prompt: the text goes to standard output, everything "
+           "else to standard error. Without it, on a terminal, it chats. Other uses are commands:\n.SH COMMANDS\n");
     for (size_t k = 0; k < N_VERBS; k++) {
         snprintf(text, sizeof text, "%s %s", verbs[k].name, verbs[k].arguments);
         print_item(text, verbs[k].help, NULL);
@@ -719,8 +729,8 @@ static void print_bash(void) {
     printf("\" -- \"$word\")); fi\n}\ncomplete -o filenames -F _gemma4 gemma4\n");
 }
 
-// Prints the flag for _arguments of zsh: '-c[context size in tokens]:N: '. Quotes, brackets and colons of the help would
-// end a part of it.
+// Prints the flag for _arguments of zsh: '-c[context size in tokens]:N: '. A quote, bracket or colon in the help would
+// end a part of that.
 static void print_zsh_flag(const Flag *f) {
     const char *const names[] = { f->name, f->alias };
     for (int i = 0; i < 2; i++)
@@ -732,8 +742,11 @@ static void print_zsh_flag(const Flag *f) {
                 else putchar(*c);
             }
             printf("]");
-            if (is_choice_flag(f)) printf("%s:value:(", f->kind == FLAG_WORD ? ":" : ""), print_words(f->value), printf(")");
-            else if (f->value && !strcmp(f->value, "DIR")) printf(":folder:_files -/");
+            if (is_choice_flag(f)) {
+                printf("%s:value:(", f->kind == FLAG_WORD ? ":" : "");
+                print_words(f->value);
+                printf(")");
+            } else if (f->value && !strcmp(f->value, "DIR")) printf(":folder:_files -/");
             else if (is_path_flag(f)) printf(":file:_files");
             else if (f->kind == FLAG_MAYBE) printf("::number: ");
             else if (f->value) printf(":value: ");

@@ -172,6 +172,25 @@ static void print_plan(Model *m) {
     print_card(stderr, "# card: ", m->ops);
 }
 
+// Prints the sampling steps that are switched on, in the order in which they run.
+static void print_sampling(const Model *m, const SampleParams *p) {
+    fprintf(stderr, "# sampling: ");
+    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed, ", m->n_suppressed);
+    if (m->s.bias) fprintf(stderr, "logit bias, ");
+    if (m->s.counts)
+        fprintf(stderr, "penalties (repeat %g, frequency %g, presence %g), ", (double)p->repeat, (double)p->frequency,
+                (double)p->presence);
+    if (p->temperature <= 0) {
+        fprintf(stderr, "greedy (temperature 0)\n");
+        return;
+    }
+    fprintf(stderr, "temperature %g, ", (double)p->temperature);
+    if (p->top_k > 0) fprintf(stderr, "top-k %d, ", (int)p->top_k);
+    if (p->top_p < 1) fprintf(stderr, "top-p %g, ", (double)p->top_p);
+    if (p->min_p > 0) fprintf(stderr, "min-p %g, ", (double)p->min_p);
+    fprintf(stderr, "then sample, seed %" PRIu64 "\n", p->seed);
+}
+
 // ==== [3] Verbs =====================================================================================================
 
 // Loads the tokenizer of a file, which need not contain weights.
