@@ -50,26 +50,24 @@ static int read_character(const char *s, size_t n, uint32_t *code) {
     return len && (*code < least[len] || *code > 0x10ffff || (*code >= 0xd800 && *code < 0xe000)) ? 0 : len;
 }
 
-// The columns that a character takes on a terminal. A tab is drawn as 4 spaces.
+// The columns that a character takes on a terminal.
 static int character_width(uint32_t code) {
-    const int width = code == '\t' ? 4 : wcwidth((wchar_t)code);
+    const int width = wcwidth((wchar_t)code);
     return width >= 0 ? width : code >= 0x1f300 && code < 0x1fb00 ? 2 : 1;       // an emoji newer than the C library
 }
 
 // The end of what the user sees as one character at byte `at` of a text: with the marks on it, and if characters are
-// joined (U+200D), have a skin tone or are two letters of a flag, all of them. *width: its columns.
-static size_t cluster_end(const char *s, size_t n, size_t at, int *width) {
+// joined (U+200D), have a skin tone or are two letters of a flag, all of them.
+static size_t cluster_end(const char *s, size_t n, size_t at) {
     enum { JOINER = 0x200d };
     uint32_t code, first, last;
     int len = read_character(s + at, n - at, &first);
-    *width = character_width(first);
     at += (size_t)(len > 0 ? len : 1);
     for (last = first; first >= ' ' && at < n; last = code) {
         len = read_character(s + at, n - at, &code);
         const bool flag = first >= 0x1f1e6 && first < 0x1f200 && last == first && code >= 0x1f1e6 && code < 0x1f200;
         const bool mark = code >= ' ' && !character_width(code), tone = code >= 0x1f3fb && code < 0x1f400;
         if (len < 1 || code < ' ' || !(flag || mark || tone || last == JOINER)) break;
-        *width += character_width(code);
         at += (size_t)len;
         if (flag) break;
     }
@@ -78,9 +76,8 @@ static size_t cluster_end(const char *s, size_t n, size_t at, int *width) {
 
 // The beginning of the cluster that ends at byte `at` > 0.
 static size_t cluster_begin(const char *s, size_t at) {
-    int width;
     size_t begin = 0;
-    for (size_t end = 0; end < at; ) begin = end, end = cluster_end(s, at, end, &width);
+    for (size_t end = 0; end < at; ) begin = end, end = cluster_end(s, at, end);
     return begin;
 }
 
@@ -98,6 +95,7 @@ static struct {
     int         top;          // rows of a text higher than the screen that are above the first one that is drawn
 } edit;
 
+enum { TAB_COLUMNS = 4 };
 typedef struct { int row, col; } Spot;
 
 static void put_bytes(TokText *out, const char *s, size_t n) {
@@ -111,18 +109,20 @@ static Spot lay_out(size_t end, TokText *out) {
     const char *texts[] = { edit.prompt, edit.text.s };
     const size_t sizes[] = { strlen(edit.prompt), end };
     for (int i = 0; i < 2; i++)
-        for (size_t at = 0, next; at < sizes[i]; at = next) {
-            int width;
-            next = cluster_end(texts[i], sizes[i], at, &width);
-            const char c = texts[i][at];
-            if (c == '\n') spot.row++, spot.col = 2;
-            else if (spot.col + width > edit.columns) spot.row++, spot.col = 0;
-            const bool seen = out && spot.row >= edit.top && spot.row < edit.top + edit.height;
-            if (c != '\n') spot.col += width;
-            if (!seen) continue;
-            if (c == '\n') put_bytes(out, spot.row > edit.top ? "\r\n. " : ". ", spot.row > edit.top ? 4 : 2);
-            else if (c == '\t') put_bytes(out, "    ", 4);
-            else put_bytes(out, texts[i] + at, next - at);
+        for (size_t at = 0, len; at < sizes[i]; at += len) {
+            uint32_t code;
+            const char *s = texts[i] + at;
+            len = (size_t)max_int(read_character(s, sizes[i] - at, &code), 1);
+            for (int k = *s == '\t' ? TAB_COLUMNS : 1; k; k--) {       // a tab is that many spaces
+                const int width = *s == '\t' ? 1 : character_width(code);
+                if (*s == '\n') spot = (Spot){ spot.row + 1, 2 };
+                else if (spot.col + width > edit.columns) spot = (Spot){ spot.row + 1, 0 };
+                const bool seen = out && spot.row >= edit.top && spot.row < edit.top + edit.height;
+                if (*s != '\n') spot.col += width;
+                if (!seen) continue;
+                if (*s == '\n') put_bytes(out, spot.row > edit.top ? "\r\n. " : ". ", spot.row > edit.top ? 4 : 2);
+                else put_bytes(out, *s == '\t' ? " " : s, *s == '\t' ? 1 : len);
+            }
         }
     return spot;
 }
@@ -140,14 +140,22 @@ static void show_bytes(const TokText *out) {
     }
 }
 
+// Where the cursor belongs: where the next character is, or at the end of the text, will be.
+static Spot cursor_spot(void) {
+    const Spot spot = lay_out(edit.at, NULL);
+    uint32_t code = 'x';
+    if (edit.at < edit.text.n) read_character(edit.text.s + edit.at, edit.text.n - edit.at, &code);
+    const int width = code == '\n' ? 0 : code == '\t' ? 1 : character_width(code);
+    return spot.col + width > edit.columns ? (Spot){ spot.row + 1, 0 } : spot;
+}
+
 // Draws the line again, with the cursor where it belongs.
 static void draw_line(void) {
     static TokText out;
     out.n = 0;
     move_up(&out, edit.row);
     put_bytes(&out, "\033[J", 3);
-    Spot cursor = lay_out(edit.at, NULL);
-    if (cursor.col == edit.columns) cursor = (Spot){ cursor.row + 1, 0 };
+    const Spot cursor = cursor_spot();
     if (cursor.row < edit.top) edit.top = cursor.row;
     if (cursor.row >= edit.top + edit.height) edit.top = cursor.row - edit.height + 1;
     Spot end = lay_out(edit.text.n, &out);
@@ -158,8 +166,7 @@ static void draw_line(void) {
     }
     if (edit.at < edit.text.n) {
         move_up(&out, min_int(end.row, last) - edit.top);
-        const Spot spot = lay_out(edit.at, &out);
-        if (spot.col == edit.columns) put_bytes(&out, "\r\n", 2);
+        if (lay_out(edit.at, &out).row < cursor.row) put_bytes(&out, "\r\n", 2);
     }
     edit.row = cursor.row - edit.top;
     show_bytes(&out);
@@ -175,9 +182,10 @@ static void measure_terminal(void) {
 // higher than the screen is drawn on an empty one.
 static void adapt_line(void) {
     const int height = edit.height;
+    const bool stays = edit.at == edit.text.n && lay_out(edit.at, NULL).col < edit.columns;
     measure_terminal();
-    const Spot cursor = lay_out(edit.at, NULL), end = lay_out(edit.text.n, NULL);
-    edit.row = cursor.row + (cursor.col == edit.columns);
+    const Spot end = lay_out(edit.text.n, NULL);
+    edit.row = stays ? end.row : cursor_spot().row;    // after a row that is full only now, the cursor is still in it
     if (edit.top || end.row >= min_int(height, edit.height)) {
         show_bytes(&(TokText){ .s = (char[]){ "\033[H\033[2J" }, .n = 7 });
         edit.row = edit.top = 0;
@@ -520,8 +528,7 @@ static size_t line_end(void) {
 }
 
 static size_t after_cursor(void) {                     // the end of the character at the cursor
-    int width;
-    return edit.at < edit.text.n ? cluster_end(edit.text.s, edit.text.n, edit.at, &width) : edit.at;
+    return edit.at < edit.text.n ? cluster_end(edit.text.s, edit.text.n, edit.at) : edit.at;
 }
 
 #define KEY_CTRL(letter) ((letter) - 'A' + 1)
