@@ -464,8 +464,7 @@ static void save_command(const Chat *c, const char *path) {
 
 // /save and /load: ~ is the home directory.
 static bool file_command(Chat *c, Command which, const char *value) {
-    glob_t found = find_paths(value, false);
-    const char *path = found.gl_pathc ? found.gl_pathv[0] : value;
+    char *path = expand_home(value);
     bool ok = true;
     if (which == CMD_SAVE) save_command(c, path);
     else ok = load_messages(c, path);
@@ -473,7 +472,7 @@ static bool file_command(Chat *c, Command which, const char *value) {
         c->changed = true;
         fprintf(stderr, "# %zu messages loaded from %s\n", count_messages(&c->messages, NULL), path);
     }
-    globfree(&found);
+    free(path);
     return ok;
 }
 

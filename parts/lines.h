@@ -383,18 +383,31 @@ static size_t word_begin(size_t at) {
     return at;
 }
 
-// Replaces ~ at the beginning of a path by the home directory. The caller frees the result. all: finds every path that
-// begins like this one, else only this.
-static glob_t find_paths(const char *path, bool all) {
+// Returns the path with ~ or ~user at its beginning replaced by that home directory. The caller frees it.
+static char *expand_home(const char *path) {
+    const size_t n = *path == '~' ? strcspn(path, "/") : 0;
+    TokText out = { 0 };
+    glob_t found = { 0 };
+    put_bytes(&out, path, n);
+    put_bytes(&out, "", 1);
+    const bool known = n && !glob(out.s, GLOB_TILDE, NULL, &found) && found.gl_pathc == 1;
+    out.n = 0;
+    if (known) put_bytes(&out, found.gl_pathv[0], strlen(found.gl_pathv[0]));
+    put_bytes(&out, path + (known ? n : 0), strlen(path + (known ? n : 0)) + 1);
+    globfree(&found);
+    return out.s;
+}
+
+// The paths that begin like this one; folders end in a slash.
+static glob_t find_paths(const char *path) {
     glob_t found = { 0 };
     TokText pattern = { 0 };
     for (const char *c = path; *c; c++) {
         if (strchr("*?[\\", *c)) put_bytes(&pattern, "\\", 1);
         put_bytes(&pattern, c, 1);
     }
-    if (all) put_bytes(&pattern, "*", 1);
-    put_bytes(&pattern, "", 1);                              // a NUL
-    if (glob(pattern.s, GLOB_TILDE | (all ? GLOB_MARK : GLOB_NOCHECK), NULL, &found)) found.gl_pathc = 0;
+    put_bytes(&pattern, "*", 2);                       // with a NUL
+    if (glob(pattern.s, GLOB_MARK, NULL, &found)) found.gl_pathc = 0;
     tok_text_free(&pattern);
     return found;
 }
@@ -437,7 +450,9 @@ static void complete_word(void) {
             if (!strncmp(completed_word(i), word, strlen(word))) words[n++] = (char *)(uintptr_t)completed_word(i);
         complete_with(0, words, n, false);
     } else if (from) {
-        glob_t found = find_paths(word, true);
+        char *path = expand_home(word);
+        glob_t found = find_paths(path);
+        free(path);
         complete_with(from, found.gl_pathv, found.gl_pathc, true);
         globfree(&found);
     }
