@@ -1,7 +1,7 @@
 # Makefile - builds the engine, its tests and its fuzzers. A C compiler is all it needs; `make help` lists the targets.
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
-#   CC=clang   CFLAGS="-O2 -g"   EDIT=0 (no line editing)   HTTP=0 (no server)   WERROR=1 (warnings are errors)
+#   CC=clang   CFLAGS="-O2 -g"   HTTP=0 (no server)   WERROR=1 (warnings are errors)
 #   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   LDFLAGS=-L/folder
 #   ARCH=sm_90 (for which GPUs); native (those of this machine); all-major (8.0 to 12.1, as far as nvcc knows them); pairs:
 #     ARCH=compute_86:sm_90 is the code of an 8.6 card assembled for a 9.0 card, which tests the former on the latter
@@ -12,7 +12,6 @@ BACKEND_NAME := $(basename $(notdir $(BACKEND)))
 B       := build$(if $(BACKEND),/$(BACKEND_NAME))
 BIN     := gemma4
 CFLAGS  ?= -O3 -march=native -g1
-EDIT    ?= 1
 PREFIX  ?= /usr/local
 MODEL   ?= models/gemma4-mini-q8_0.gguf
 # Without a GPU to look at: the oldest that the kernels run on; newer ones translate it when they load it.
@@ -25,22 +24,12 @@ KERNELS := $(wildcard gemma4_kernels.cu)
 KERNEL_PARTS := $(wildcard parts/*.cuh) gemma4.h parts/kv.h parts/cards.h
 CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/include/cublas_v2.h)
 ENGINE  := $(if $(and $(if $(BACKEND),,1),$(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
-# Without a GPU the tests need no nvcc, since test_kernels.sh carries the kernels out on the CPU; ENGINE=cuda asks for it.
+# Without a GPU tests and benchmarks need no nvcc, since test_kernels.sh carries the kernels out on the CPU; ENGINE=cuda asks for it.
 TESTED  := $(if $(or $(strip $(HAS_GPU)),$(filter command,$(origin ENGINE))),$(ENGINE),cpu)
 TESTED_BIN = $(B)/gemma4-$(if $(filter cpu,$(TESTED)),tested,cuda)
 JOBS    ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
-# The chat edits lines with libedit, or else readline, when a program built with it links.
-ifeq ($(EDIT),1)
-EDITORS   := $(foreach name,editline readline,$(shell probe=$$(mktemp) || exit; \
-    echo 'int main(void) { rl_callback_handler_remove(); }' | $(CC) $(CFLAGS) -include stdio.h \
-    -include $(name)/readline.h -xc - -o $$probe $(LDFLAGS) -l$(name:editline=edit) 2>/dev/null && echo $(name); rm -f $$probe))
-endif
-edit_flag  = $(patsubst %,-DUSE_%,$(subst editline,EDITLINE,$(subst readline,READLINE,$1)))
-edit_lib   = $(patsubst %,-l%,$(1:editline=edit))
-EDIT_FLAG := $(call edit_flag,$(firstword $(EDITORS)))
-EDIT_LIB  := $(call edit_lib,$(firstword $(EDITORS)))
 # gcc compiles the parts of one file side by side when they are put together at link time.
 LTO       := $(shell probe=$$(mktemp) || exit; echo 'int main(void) { return 0; }' | \
     $(CC) -flto=auto -flto-partition=balanced -xc - -o $$probe 2>/dev/null && echo -flto=auto -flto-partition=balanced; rm -f $$probe)
@@ -58,7 +47,7 @@ endif
 COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pthread -ffp-contract=off $(CFLAGS) $(BACKEND_FLAGS) -I$(B)
 SOURCES  := gemma4.c $(wildcard *.h parts/*.h) $(B)/page.h
 TESTS    := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
-LINES    := $(patsubst %,$(B)/lines-%,none $(EDITORS))
+LINES    := $(B)/lines
 BENCHES  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/bench_*.c))
 comma := ,
 # A pair a:b is -gencode arch=a,code=b; all-major is a list of pairs.
@@ -79,7 +68,7 @@ FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 # The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out (its cuda_runtime.h says how), and
 # linked to the tests that know of a GPU. CUDA_VISIBLE_DEVICES= hides it from them.
 E        := $(B)/emulated
-EMULATOR := $(if $(and $(filter cpu,$(ENGINE)),$(if $(BACKEND),,1)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
+EMULATOR := $(if $(and $(filter cpu,$(TESTED)),$(if $(BACKEND),,1)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
 EMULATED := $(if $(EMULATOR),$(patsubst %,$(B)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft test_cards test_device))
 EMULATE  := $(CXX) -std=c++20 -g1 -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
     -ffp-contract=off -pthread $(filter -march=% -mcpu=%,$(CFLAGS))
@@ -95,8 +84,8 @@ no-cuda:
 	@echo "make cuda: $(if $(strip $(NVCC)),cublas_v2.h not found next to $(NVCC); install the complete CUDA toolkit,nvcc not found; install the \
 	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
-$(B)/gemma4-cpu: $(SOURCES) $(BACKEND) $(BACKEND_OBJECT) $(B)/flags
-	$(COMPILE) $(LTO) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(BACKEND_LIBS) -lm
+$(B)/gemma4-cpu: $(SOURCES) $(B)/commit.h $(BACKEND) $(BACKEND_OBJECT) $(B)/flags
+	$(COMPILE) $(LTO) $(HTTP_FLAG) gemma4.c $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(HTTP_LIB) $(BACKEND_LIBS) -lm
 $(B)/backend.o: $(BACKEND) gemma4.h gguf.h $(wildcard parts/*.cuh) parts/kv.h parts/cards.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++20 $(HOST_FLAGS),-ffp-contract=off -lineinfo $(ARCH_FLAGS) $(NVCC_FLAGS) -I. $(BACKEND_DEFINES) -c $< -o $@
 # Tests another backend; OPS="matmul attend": these operations alone, and no sampler.
@@ -105,9 +94,9 @@ test-backend: $(if $(BACKEND),$(B)/test_ops $(B)/test_sampling)        ## with B
 	$(B)/test_ops -$(BACKEND_NAME) $(OPS)
 	$(if $(OPS),,$(B)/test_sampling -$(BACKEND_NAME))
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/plain.o $(B)/kernels.o
-	$(LINK) $^ -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) $(CUDA_LIBS)
-$(B)/gemma4-cuda.o: $(SOURCES) $(B)/flags
-	$(COMPILE) $(EDIT_FLAG) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
+	$(LINK) $^ -o $@ $(LDFLAGS) $(HTTP_LIB) $(CUDA_LIBS)
+$(B)/gemma4-cuda.o: $(SOURCES) $(B)/commit.h $(B)/flags
+	$(COMPILE) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # The plain kernels are for older GPUs too, whatever ARCH says; newer ones translate them when they load them.
@@ -120,10 +109,14 @@ $(B)/bench_ladder: tests/bench_ladder.cu $(B)/plain.o $(B)/kernels.o
 # The server's page as a string of C, which parts/server.h includes. ? is escaped since two of them may begin a trigraph.
 $(B)/page.h: web/index.html
 	@mkdir -p $(B) && sed 's/[\\"?]/\\&/g; s/.*/"&\\n"/' $< > $@.part && mv -f $@.part $@
+# The commit that --version names; not a prerequisite of the tests' programs, which would be rebuilt after every commit.
+$(B)/commit.h: FORCE
+	@mkdir -p $(B); is="#define COMMIT \"$$(git describe --always --dirty=+ --exclude '*' 2>/dev/null || echo unknown)\""; \
+	[ "$$(cat $@ 2>/dev/null)" = "$$is" ] || printf '%s\n' "$$is" > $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
-$(B)/flags: HOLDS = $(COMPILE) $(LTO) $(EDIT_LIB) $(HTTP_LIB)
+$(B)/flags: HOLDS = $(COMPILE) $(LTO) $(HTTP_LIB)
 $(B)/cuda-flags: HOLDS = $(NVCC) $(HOST_FLAGS) $(ARCH) $(NVCC_FLAGS)
-$(B)/engine: HOLDS = $(ENGINE)
+$(B)/engine: HOLDS = $(TESTED)
 $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
 	@mkdir -p $(B); holds='$(HOLDS)'; [ "$$(cat $@ 2>/dev/null)" = "$$holds" ] || printf '%s\n' "$$holds" > $@
 
@@ -155,17 +148,17 @@ $(ENGINE_OBJECTS): $(B)/flags
 	$(COMPILE) -UNDEBUG -D_GNU_SOURCE $(USES) -D$(shell echo $(basename $(@F)) | tr a-z A-Z)_IMPLEMENTATION -xc -c $(filter %$(basename $(@F)).h,$^) -o $@
 dev: $(B)/gemma4-dev            ## build ./gemma4 fast, for the CPU, hardly optimised: a change of one part takes seconds
 	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
-$(B)/gemma4-dev: $(B)/engine.a $(SOURCES) $(B)/flags
-	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
+$(B)/gemma4-dev: $(B)/engine.a $(SOURCES) $(B)/commit.h $(B)/flags
+	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(HTTP_FLAG) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
 # The program that the shell suites run, without a GPU: -O2 and no -flto take half of the time that gemma4-cpu takes.
-$(B)/gemma4-tested: $(SOURCES) $(B)/flags
-	$(COMPILE:-O3=-O2) $(EDIT_FLAG) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(EDIT_LIB) $(HTTP_LIB) -lm
-# The chat's line editor alone, with each library that links and without: test_terminal types to them.
-$(LINES): $(B)/lines-%: tests/lines.c parts/lines.h $(B)/flags
-	$(TEST_COMPILE) $(call edit_flag,$(filter-out none,$*)) $< -o $@ $(LDFLAGS) $(call edit_lib,$(filter-out none,$*))
+$(B)/gemma4-tested: $(SOURCES) $(B)/commit.h $(B)/flags
+	$(COMPILE:-O3=-O2) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
+# The chat's line editor alone: test_terminal types to it.
+$(LINES): tests/lines.c parts/lines.h parts/base.h $(B)/flags
+	$(TEST_COMPILE) $< -o $@ $(LDFLAGS)
 $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine $(B)/engine.a \
-    $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o $(B)/plain.o) $(BACKEND) $(BACKEND_OBJECT)
-ifeq ($(ENGINE),cuda)
+    $(if $(filter cuda,$(TESTED)),$(B)/kernels.o $(B)/plain.o) $(BACKEND) $(BACKEND_OBJECT)
+ifeq ($(TESTED),cuda)
 	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
 	$(LINK) $@.o $(B)/engine.a $(B)/plain.o $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
 else
@@ -207,13 +200,18 @@ $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
 	$(FUZZ_BUILD) -I. -DFUZZER $(HTTP_FLAG) -Wno-unused-function $< -o $@ $(HTTP_LIB) -lm
 
-amalgamate: $(B)/page.h         ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
-	@tools/amalgamate.sh gemma4.c $(B) > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
-bench: all                      ## time MODEL on this machine: prompt and decode tok/s
-	@./$(BIN) bench "$(MODEL)"
-install:                        ## copy gemma4 to DESTDIR and PREFIX/bin
+SHARED = $(DESTDIR)$(PREFIX)/share
+amalgamate: $(B)/page.h $(B)/commit.h         ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
+	@{ cat $(B)/commit.h; tools/amalgamate.sh gemma4.c $(B); } > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
+bench: $(B)/gemma4-$(TESTED)    ## time MODEL on this machine: prompt and decode tok/s; leaves ./gemma4 alone
+	@$< bench "$(MODEL)"
+install:                        ## copy gemma4, its manual page and completions for bash and zsh to DESTDIR and PREFIX
 	@test -x $(BIN) || $(MAKE) all
-	install -d "$(DESTDIR)$(PREFIX)/bin" && install -m 755 $(BIN) "$(DESTDIR)$(PREFIX)/bin/gemma4"
+	install -d $(patsubst %,"$(SHARED)/%",man/man1 bash-completion/completions zsh/site-functions) "$(DESTDIR)$(PREFIX)/bin"
+	install -m 755 $(BIN) "$(DESTDIR)$(PREFIX)/bin/gemma4"
+	"$(abspath $(BIN))" --document man > "$(SHARED)/man/man1/gemma4.1"
+	"$(abspath $(BIN))" --document bash > "$(SHARED)/bash-completion/completions/gemma4"
+	"$(abspath $(BIN))" --document zsh > "$(SHARED)/zsh/site-functions/_gemma4"
 clean:                          ## remove everything that was built
 	rm -rf build gemma4
 help:                           ## show this list

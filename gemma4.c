@@ -439,6 +439,7 @@ static void project_qkv(Model *m, int l, Pass *p) {
 }
 
 // x += norm(Wo softmax(q K) V), where q, K and V of the step's rows come from p->qkv, older rows from the cache.
+// RoPE happens where p->qkv is carried out: inside attend() below, or before it, in qkv_store(), if p->stored is true.
 static void attention(Model *m, int l, Pass *p) {
     const Config *c = &m->config;
     const LayerConfig *lc = &c->layer[l];
@@ -994,6 +995,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/ollama.h"
 #include "parts/server.h"
 #ifndef TESTING
+#include "parts/flags.h"
 #include "parts/cli.h"
 
 int main(int argc, char **argv) {

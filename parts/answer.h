@@ -25,6 +25,9 @@ static void stop_on(int signal_number) {
     if (!sigaction(signal_number, NULL, &before) && before.sa_handler != SIG_IGN) sigaction(signal_number, &act, NULL);
 }
 
+// What is printed before and after text that is not the answer: the escape sequences that dim it, or nothing.
+static struct { const char *dim, *normal; } style = { "", "" };
+
 // Returns the FNV-1a hash of the bytes, by which two runs can be compared.
 static uint64_t hash_bytes(const void *p, size_t n) {
     uint64_t h = 0xcbf29ce484222325u;
@@ -98,11 +101,21 @@ static void print_drafts(const Turn *t) {
             1e3 * d->draft_seconds / d->n_steps, 1e3 * d->verify_seconds / d->n_steps);
 }
 
+// Tokens of the prompt that a cancelled answer has left out.
+static int not_run(const Turn *t) {
+    return t->end == END_CANCELLED && !t->made ? t->n_prompt - t->n_cached - t->n_run : 0;
+}
+
+static void print_loop(const Turn *t) {
+    fprintf(stderr, "# warning: the text repeats itself in a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");
+}
+
 static void print_turn(const Turn *t) {
     const DraftCount *d = &t->drafts;
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds,
             t->n_run / t->prompt_seconds);
-    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were cached", t->n_prompt - t->n_run);
+    if (t->n_cached) fprintf(stderr, "; %d were cached", t->n_cached);
+    if (not_run(t)) fprintf(stderr, "; %d did not run", not_run(t));
     if (t->density > 0) fprintf(stderr, "; pFlash: attended to %.1f %% of the blocks", 100 * t->density);
     if (t->steps)
         fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps,
@@ -110,36 +123,74 @@ static void print_turn(const Turn *t) {
     fprintf(stderr, "\n# %d tokens generated, stopped: %s", t->made, t->why);
     if (t->hash) fprintf(stderr, "; last logits %016" PRIx64, t->hash);
     fprintf(stderr, "\n");
-    if (t->loop)
-        fprintf(stderr, "# warning: the text repeats itself in a loop of %d token%s\n", t->loop, t->loop == 1 ? "" :
-                "s");
+    if (t->loop) print_loop(t);
+    if (t->joules > 0)
+        fprintf(stderr, "# energy: %.1f J, %.3f J per token\n", t->joules, t->joules / max_int(t->made, 1));
     if (d->n_steps) print_drafts(t);
+}
+
+// Prints the answer's tokens, speed and drafts on one line, for readers who want no more.
+static void print_summary(const Turn *t) {
+    fprintf(stderr, "# %s%d token%s", style.dim, t->made, t->made == 1 ? "" : "s");
+    if (t->steps) fprintf(stderr, ", %.1f tok/s", (t->made - 1) / t->decode_seconds);
+    fprintf(stderr, "; prompt %d", t->n_prompt);
+    if (t->n_cached) fprintf(stderr, " (%d cached)", t->n_cached);
+    if (not_run(t)) fprintf(stderr, " (%d did not run)", not_run(t));
+    fprintf(stderr, ", %.1f tok/s", t->n_run / t->prompt_seconds);
+    if (t->drafts.n_steps && !t->loop)
+        fprintf(stderr, "; drafts accepted %d/%d", t->drafts.accepted, t->drafts.drafted);
+    if (t->joules > 0) fprintf(stderr, "; %.1f J", t->joules);
+    if (t->end != END_TURN) fprintf(stderr, "; stopped: %s", t->why);
+    fprintf(stderr, "%s\n", style.normal);
+    if (t->loop) print_loop(t);
 }
 
 typedef struct {              // what print_answer() prints
     int  top_logits;          // print this many candidates for every token, on stderr
     bool thoughts;            // print thoughts, on separate lines of stderr
-    bool newline;             // end the text with a line break even if stdout is not a terminal
+    bool newline;             // end the text with a line break, even an empty one
+    bool exact;               // add no line break to a text that goes to a file or a pipe
 } ShowOptions;
 
-static void show_text(const Event *e, const ShowOptions *o, bool *thought, bool *content) {
+typedef struct {              // what print_answer() has printed so far
+    bool thought, closed;     // a thought was begun, ended
+    int  n_thought;           // tokens of thoughts
+    char last;                // the last byte of the text; 0: none
+    double drawn;             // when the count of these tokens was drawn
+} Shown;
+
+static void end_thought(Shown *shown) {
+    if (shown->thought && !shown->closed) fprintf(stderr, "%s\n# end of the thought\n", style.normal);
+    shown->closed = true;
+}
+
+static void show_event(const Event *e, const ShowOptions *o, bool thinks, Shown *shown) {
+    if (thinks) shown->n_thought += e->n_ids;
     if (o->thoughts && e->thought.n) {
-        if (!*thought) fprintf(stderr, "# thought:\n");
+        if (bar_shown) draw_status("");
+        if (!shown->thought) fprintf(stderr, "# thought:\n%s", style.dim);
         fwrite(e->thought.s, 1, e->thought.n, stderr);
-        *thought = true;
+        shown->thought = true;
+    } else if (thinks && !o->thoughts && isatty(2) && seconds() - shown->drawn > 0.1) {
+        char line[64];
+        snprintf(line, sizeof line, "# thinking.. %d token%s", shown->n_thought, shown->n_thought == 1 ? "" : "s");
+        draw_status(line);
+        shown->drawn = seconds();
     }
+    if (!thinks && e->kind != EVENT_PROMPT && bar_shown) draw_status("");
     if (!e->content.n) return;
-    if (*thought && !*content) fprintf(stderr, "\n");
+    end_thought(shown);
     write_text(e->content.s, e->content.n);
-    *content = true;
+    shown->last = e->content.s[e->content.n - 1];
 }
 
 // Runs the session's answer until it ends or the user presses Ctrl-C, and prints it. False: session_error() says why.
 static bool print_answer(Session *s, const ShowOptions *o) {
     const size_t vocab = (size_t)model_shape(session_model(s)).vocab, total = (size_t)session_state(s).n_left;
     const TokReply *reply = session_reply(s);
+    const double joules = read_joules(session_model(s));
     float *logits = alloc_or_die(vocab, sizeof *logits);
-    bool thought = false, content = false;
+    Shown shown = { 0 };
     Event e = { .kind = EVENT_PROMPT };
     progress("prompt", 0, total, "tokens");
     answering = s;
@@ -147,20 +198,24 @@ static bool print_answer(Session *s, const ShowOptions *o) {
     while (e.kind != EVENT_END) {
         session_next(s, &e);
         if (e.kind == EVENT_PROMPT) progress("prompt", (size_t)e.done, (size_t)e.total, "tokens");
-        else if (bar_shown) progress("prompt", total, total, "tokens");
-        if (e.kind == EVENT_SHIFT)
+        if (e.kind == EVENT_SHIFT) {
+            if (bar_shown) draw_status("");
             fprintf(stderr, "%s# context full: %d tokens dropped; kept the first %d and the newest %d\n",
                     isatty(1) && isatty(2) ? "\n" : "", e.dropped, e.head, e.kept);
+        }
         if (e.n_ids && o->top_logits && session_logits(s, logits))
             print_top_logits(session_tokenizer(s), (int)session_held(s)->n, e.ids[0], o->top_logits, logits,
                              (int)vocab);
-        show_text(&e, o, &thought, &content);
+        show_event(&e, o, tok_reply_thinks(reply), &shown);
     }
     answering = NULL;
-    if (thought && !content) fprintf(stderr, "\n");
+    if (bar_shown) draw_status("");
+    end_thought(&shown);
     show_calls(reply);
-    if ((o->newline || isatty(1)) && !reply->n_calls) write_text("\n", 1);
+    const bool open = shown.last && shown.last != '\n' && (!o->exact || isatty(1));
+    if ((o->newline || open) && !reply->n_calls) write_text("\n", 1);
     session_turn(s)->density = read_density(session_model(s));
+    if (joules >= 0) session_turn(s)->joules = read_joules(session_model(s)) - joules;
     if (session_logits(s, logits)) session_turn(s)->hash = hash_bytes(logits, vocab * sizeof *logits);
     free(logits);
     return e.end != END_ERROR;

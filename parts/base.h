@@ -26,6 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/select.h>
 #include <sys/stat.h>
@@ -82,6 +83,14 @@ int finish_output(Output *o, int err);
 // ==== [2] Progress ==================================================================================================
 
 extern bool bar_shown;                                 // progress() has drawn a line and not erased it yet
+
+// Columns of the terminal that a file descriptor is; 80 if it is none.
+int terminal_columns(int fd);
+// True if the descriptor is a terminal that obeys escape sequences: TERM is neither "dumb" nor missing.
+bool obeys_escapes(int fd);
+bool wants_colors(int fd);                             // it does, and NO_COLOR is not set
+// Draws a line of stderr in place of the last one, cut to the width of the terminal; an empty text erases it.
+void draw_status(const char *text);
 
 // Formats n of a unit: "7.9 MB", "512 tokens". "B" stands for bytes.
 const char *amount(char out[32], double n, const char *unit);
@@ -259,18 +268,42 @@ const char *amount(char out[32], double n, const char *unit) {
     return out;
 }
 
+int terminal_columns(int fd) {
+    struct winsize w;
+    return ioctl(fd, TIOCGWINSZ, &w) || !w.ws_col ? 80 : w.ws_col;
+}
+
+bool obeys_escapes(int fd) {
+    const char *term = getenv("TERM");
+    return isatty(fd) && term && *term && strcmp(term, "dumb");
+}
+
+bool wants_colors(int fd) {
+    const char *no_color = getenv("NO_COLOR");
+    return obeys_escapes(fd) && !(no_color && *no_color);
+}
+
+void draw_status(const char *text) {
+    static int length;                                 // of the line that is shown
+    const int columns = terminal_columns(2), rows = bar_shown && length > columns ? (length - 1) / columns : 0;
+    if (rows) fprintf(stderr, "\033[%dA", rows);       // the terminal is narrower now, so the line takes several rows
+    length = min_int((int)strlen(text), columns - 1);
+    fprintf(stderr, "\r%.*s%s", length, text, rows ? "\033[J" : "\033[K");
+    fflush(stderr);
+    bar_shown = length > 0;
+}
+
 void progress(const char *what, size_t done, size_t total, const char *unit) {
     static double start, drawn;
     const double now = seconds();
     if (done == 0) start = now;
     if (!isatty(2) || (done && done < total && now - drawn < 0.1)) return;
     drawn = now;
-    bar_shown = done < total;
-    if (!bar_shown) {
-        fprintf(stderr, "\r\033[K");
+    if (done >= total) {
+        draw_status("");
         return;
     }
-    char size[32], rate[32] = "", left[32] = "", bar[11] = "          ";
+    char line[160], size[32], rate[32] = "", left[32] = "", bar[11] = "          ";
     const double fraction = (double)done / (double)total, speed = (double)done / (now - start + 1e-9);
     memset(bar, '=', (size_t)(fraction * 10));
     bar[(size_t)(fraction * 10)] = '>';
@@ -278,9 +311,9 @@ void progress(const char *what, size_t done, size_t total, const char *unit) {
         amount(rate, speed, unit);
         snprintf(left, sizeof left, "/s  %.0f s left", ceil((double)(total - done) / speed));
     }
-    fprintf(stderr, "\r# %.20s  %s  [%s]  %d %%  %s%s\033[K", what, amount(size, (double)total, unit), bar,
-            (int)(fraction * 100), rate, left);
-    fflush(stderr);
+    snprintf(line, sizeof line, "# %.20s  %s  [%s]  %d %%  %s%s", what, amount(size, (double)total, unit), bar,
+             (int)(fraction * 100), rate, left);
+    draw_status(line);
 }
 
 enum { SPINS = 2000, STACK_BYTES = 8 << 20 };

@@ -204,8 +204,9 @@ static bool resume(Chat *c, bool own_seed) {
         return false;
     }
     const size_t n = count_messages(&note.messages, NULL);
-    fprintf(stderr, "# session: %zu tokens", session_held(c->s)->n + note.pending.n);
-    fprintf(stderr, c->raw ? " of text\n" : ", %zu messages\n", n);
+    if (c->verbose)
+        fprintf(stderr, c->raw ? "# session: %zu tokens of text\n" : "# session: %zu tokens, %zu messages\n",
+                session_held(c->s)->n + note.pending.n, n);
     c->messages = note.messages;
     c->pending = note.pending;
     c->n_skipped = note.n_skipped < n ? note.n_skipped : n;
@@ -311,6 +312,12 @@ static bool load_messages(Chat *c, const char *path) {
     return ok;
 }
 
+// Prints the statistics of an answer that has just ended: a line, or with -v all of them.
+static void print_after(const Chat *c) {
+    if (c->verbose) print_turn(session_turn(c->s));
+    else print_summary(session_turn(c->s));
+}
+
 static void print_stats(const Chat *c) {
     if (session_turn(c->s)->why) print_turn(session_turn(c->s));
     fprintf(stderr, "# context: %zu of %zu tokens used; %zu messages", session_held(c->s)->n, context_of(c),
@@ -319,19 +326,30 @@ static void print_stats(const Chat *c) {
     fprintf(stderr, "\n");
 }
 
-typedef enum { CMD_HELP, CMD_SYSTEM, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_TOOL, CMD_EXIT } Command;
+typedef enum {
+    CMD_HELP, CMD_SYSTEM, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_SET, CMD_TEMP, CMD_THINK, CMD_SHOW,
+    CMD_VERBOSE, CMD_TOOL, CMD_EXIT
+} Command;
 
 static const struct { const char *name, *value, *help; Command command; } commands[] = {
-    { "/help", NULL, "this list", CMD_HELP },
+    { "/help", NULL, "list of commands", CMD_HELP },
     { "/system", "[TEXT]", "set the system prompt; without TEXT, remove it", CMD_SYSTEM },
     { "/save", "FILE", "save the conversation as JSON, a list of messages as in the OpenAI API", CMD_SAVE },
     { "/load", "FILE", "replace the conversation with a saved one", CMD_LOAD },
     { "/clear", NULL, "clear the conversation; keep the system prompt", CMD_CLEAR },
     { "/stats", NULL, "speed of the last answer, use of the context", CMD_STATS },
     { "/retry", NULL, "answer the last message again, with another seed", CMD_RETRY },
+    { "/regen", NULL, "same as /retry", CMD_RETRY },
+    { "/set", "NAME VALUE", "change temp, top-k, top-p, min-p, seed or n for the next answers", CMD_SET },
+    { "/temp", "T", "same as /set temp T; 0: greedy", CMD_TEMP },
+    { "/think", "[on|off]", "let the model think before it answers; without a word, the other way", CMD_THINK },
+    { "/show", NULL, "model, memory, sampling and system prompt", CMD_SHOW },
+    { "/verbose", "[on|off]", "all statistics after every answer; without a word, the other way", CMD_VERBOSE },
     { "/tool", "RESULT", "answer a tool call of the model: a JSON object, or any text", CMD_TOOL },
     { "/exit", NULL, "quit (Ctrl-D); Ctrl-C stops the answer, twice quits", CMD_EXIT },
     { "/quit", NULL, "same as /exit", CMD_EXIT },
+    { "/bye", NULL, "same as /exit", CMD_EXIT },
+    { "/?", NULL, "same as /help", CMD_HELP },
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
@@ -358,59 +376,180 @@ static bool add_result(Chat *c, TokStr text) {
     return true;
 }
 
-// Runs a line that begins with a slash. False: the chat ends.
-static bool command(Chat *c, char *line) {
-    size_t n = strcspn(line, " \t"), i = 0;
-    char *value = line + n + strspn(line + n, " \t");
-    size_t n_value = strlen(value);
-    while (n_value && strchr(" \t\r", value[n_value - 1])) value[--n_value] = 0;
+// Changes a parameter of the answers. Ollama's form "parameter NAME VALUE" and its names are understood too.
+static bool set_parameter(Chat *c, const char *line) {
+    SampleParams *p = &c->options.sampling;
+    const struct {
+        const char *names;
+        double min, max;
+        float *real;
+        int32_t *whole;
+        int *count;
+        uint64_t *seed;
+    } known[] = {
+        { " temp temperature ", 0, 1000, .real = &p->temperature }, { " top-p top_p ", 0, 1, .real = &p->top_p },
+        { " min-p min_p ", 0, 1, .real = &p->min_p }, { " top-k top_k ", 0, INT_MAX, .whole = &p->top_k },
+        { " seed ", 0, 4294967295.0, .seed = &p->seed },
+        { " n num_predict max_tokens ", -1, INT_MAX, .count = &c->options.n_predict } };
+    char name[32] = "", word[40], *end;
+    double v = 0;
+    int used = 0;
+    if (!strncmp(line, "parameter ", 10)) line += 10;
+    const bool read = sscanf(line, "%31s %n", name, &used) == 1 && line[used];
+    if (read) v = strtod(line + used, &end);
+    snprintf(word, sizeof word, " %s ", name);
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        if (!strstr(known[i].names, word)) continue;
+        if (!read || end == line + used || *end || !(v >= known[i].min && v <= known[i].max) ||
+            (!known[i].real && v != floor(v))) {
+            snprintf(c->err, sizeof c->err, "/set %s: expected a number from %.10g to %.10g, got '%.40s'", name,
+                     known[i].min, known[i].max, line + used);
+            return false;
+        }
+        if (known[i].real) *known[i].real = (float)v;
+        if (known[i].whole) *known[i].whole = (int32_t)v;
+        if (known[i].count) *known[i].count = (int)v;
+        if (known[i].seed) *known[i].seed = (uint64_t)v;
+        fprintf(stderr, "# %s is %.10g\n", name, v);
+        return true;
+    }
+    snprintf(c->err, sizeof c->err, "/set %s: expected temp, top-k, top-p, min-p, seed or n", name);
+    return false;
+}
+
+// Sets *on by the word on or off, or if there is none, to the other state.
+static bool set_switch(Chat *c, const char *name, const char *word, bool *on) {
+    const bool is_on = !strcmp(word, "on");
+    if (*word && !is_on && strcmp(word, "off")) {
+        snprintf(c->err, sizeof c->err, "%s: expected on or off, got '%.40s'", name, word);
+        return false;
+    }
+    *on = *word ? is_on : !*on;
+    fprintf(stderr, "# %s is %s\n", name + 1, *on ? "on" : "off");
+    return true;
+}
+
+static void print_system(const Chat *c) {
+    GgufJson rest = message_list(&c->messages), m, text;
+    if (!gguf_json_next(&rest, NULL, &m) || !is_system(&m) || !gguf_json_get(&m, "content", &text)) return;
+    fprintf(stderr, "# system prompt: %.*s\n", (int)text.n, text.s);
+}
+
+static void show_settings(Chat *c) {
+    print_plan(session_model(c->s));
+    print_sampling(session_model(c->s), &c->options.sampling);
+    fprintf(stderr, "# thinking: %s\n", c->think ? "on" : "off");
+    print_system(c);
+    print_stats(c);
+}
+
+// Saves the conversation. On a terminal, asks before it replaces a file.
+static void save_command(const Chat *c, const char *path) {
+    struct stat st;
+    TokText reply = { 0 };
+    if (isatty(0) && !stat(path, &st) && S_ISREG(st.st_mode)) {
+        char question[300];
+        snprintf(question, sizeof question, "%.200s exists; replace it? (y/n) ", path);
+        const bool yes = read_line(question, &reply) == LINE_TEXT && reply.n && (*reply.s == 'y' || *reply.s == 'Y');
+        tok_text_free(&reply);
+        if (!yes) {
+            fprintf(stderr, "# /save: not saved\n");
+            return;
+        }
+    }
+    const int err = save_messages(c, path);
+    if (err) fprintf(stderr, "# /save: %s: %s\n", path, strerror(err));
+    else fprintf(stderr, "# %zu messages saved in %s\n", count_messages(&c->messages, NULL), path);
+}
+
+// /save and /load: ~ is the home directory.
+static bool file_command(Chat *c, Command which, const char *value) {
+    char *path = expand_home(value);
+    bool ok = true;
+    if (which == CMD_SAVE) save_command(c, path);
+    else ok = load_messages(c, path);
+    if (ok && which == CMD_LOAD) {
+        c->changed = true;
+        fprintf(stderr, "# %zu messages loaded from %s\n", count_messages(&c->messages, NULL), path);
+    }
+    free(path);
+    return ok;
+}
+
+static void print_commands(void) {
+    for (size_t i = 0; i < N_COMMANDS; i++)
+        fprintf(stderr, "# %-8s %-10s %s\n", commands[i].name, commands[i].value ? commands[i].value : "",
+                commands[i].help);
+    fprintf(stderr, "# End a line with \\ to continue it. \"\"\" begins and ends a message of several lines.\n");
+}
+
+static const char *command_name(size_t i) { return i < N_COMMANDS ? commands[i].name : NULL; }
+
+// Finds the command of a line and cuts its value out. NULL: there is none, or it lacks its value; the user was told.
+static const Command *parse_command(char *line, char **value) {
+    const size_t n = strcspn(line, " \t");
+    size_t n_value, i = 0;
+    *value = line + n + strspn(line + n, " \t");
+    n_value = strlen(*value);
+    while (n_value && strchr(" \t\r", (*value)[n_value - 1])) (*value)[--n_value] = 0;
     while (i < N_COMMANDS && (strlen(commands[i].name) != n || memcmp(commands[i].name, line, n))) i++;
     if (i == N_COMMANDS) {
-        fprintf(stderr, "# %.*s: unknown command; try /help, or // to start a message with a slash\n",
-                (int)strcspn(line, " \t"), line);
-        return true;
+        fprintf(stderr, "# %.*s: unknown command; try /help, or // to start a message with a slash\n", (int)n, line);
+        return NULL;
     }
     const char *wants = commands[i].value;
     if (wants ? *wants != '[' && !n_value : n_value > 0) {
         fprintf(stderr, "# %s: expected %s\n", commands[i].name, wants ? wants : "no argument");
-        return true;
+        return NULL;
     }
+    return &commands[i].command;
+}
+
+static bool set_command(Chat *c, const char *value) {  // Ollama has commands of this form too
+    if (!strcmp(value, "verbose") || !strcmp(value, "quiet"))
+        return set_switch(c, "/verbose", *value == 'v' ? "on" : "off", &c->verbose);
+    if (!strcmp(value, "think") || !strcmp(value, "nothink"))
+        return set_switch(c, "/think", *value == 't' ? "on" : "off", &c->think);
+    return set_parameter(c, value);
+}
+
+// Runs a line that begins with a slash. False: the chat ends.
+static bool command(Chat *c, char *line) {
+    char *value, temperature[64];
+    const Command *which = parse_command(line, &value);
+    const TokStr text = { value, strlen(value) };
     bool ok = true, answered = false;
-    int err;
-    switch (commands[i].command) {
-    case CMD_HELP:
-        for (i = 0; i < N_COMMANDS; i++)
-            fprintf(stderr, "# %-7s %-7s %s\n", commands[i].name, commands[i].value ? commands[i].value : "",
-                    commands[i].help);
-        fprintf(stderr, "# End a line with \\ to continue it\n");
-        break;
+    if (!which) return true;
+    switch (*which) {
+    case CMD_HELP: print_commands(); break;
     case CMD_SYSTEM:
-        set_system(c, (TokStr){ value, n_value });
+        set_system(c, text);
         c->changed = true;
+        fprintf(stderr, text.n ? "# system prompt set\n" : "# system prompt removed\n");
         break;
-    case CMD_SAVE:
-        err = save_messages(c, value);
-        if (err) fprintf(stderr, "# /save: %s: %s\n", value, strerror(err));
-        else fprintf(stderr, "# %zu messages saved in %s\n", count_messages(&c->messages, NULL), value);
-        break;
-    case CMD_LOAD:
-        ok = load_messages(c, value);
-        if (!ok) break;
-        c->changed = true;
-        fprintf(stderr, "# %zu messages loaded from %s\n", count_messages(&c->messages, NULL), value);
-        break;
+    case CMD_SAVE: case CMD_LOAD: ok = file_command(c, *which, value); break;
     case CMD_CLEAR:
         keep_messages(&c->messages, true, 0);
         c->n_skipped = 0;
         c->changed = true;
+        fprintf(stderr, "# conversation cleared\n");
         break;
     case CMD_STATS: print_stats(c); break;
     case CMD_RETRY: ok = answered = c->changed = retry(c); break;
-    case CMD_TOOL: ok = answered = c->changed = add_result(c, (TokStr){ value, n_value }); break;
+    case CMD_SET: ok = set_command(c, value); break;
+    case CMD_TEMP:
+        snprintf(temperature, sizeof temperature, "temp %.50s", value);
+        ok = set_parameter(c, temperature);
+        break;
+    case CMD_THINK: ok = set_switch(c, "/think", value, &c->think); break;
+    case CMD_SHOW: show_settings(c); break;
+    case CMD_VERBOSE: ok = set_switch(c, "/verbose", value, &c->verbose); break;
+    case CMD_TOOL: ok = answered = c->changed = add_result(c, text); break;
     case CMD_EXIT: return false;
     }
+    c->options.may_think = c->think;
     if (!ok) fprintf(stderr, "# %s\n", c->err);
-    if (answered && c->verbose) print_stats(c);
+    if (ok && answered) print_after(c);
     return true;
 }
 
@@ -426,7 +565,7 @@ static void say(Chat *c, TokStr text) {
     const bool ok = answer(c);
     c->changed = true;
     if (!ok) fprintf(stderr, "# %s\n", c->err);
-    if (ok && c->verbose) print_stats(c);
+    if (ok) print_after(c);
     if (count_messages(&c->messages, NULL) > n + 1) return;
     if (ok) fprintf(stderr, "# cancelled; message removed (Up recalls it)\n");
     keep_messages(&c->messages, true, n);
@@ -442,13 +581,15 @@ static void keep_chat(Chat *c) {
 // history: a file for the lines that were typed, or NULL. Returns the exit status.
 static int chat_loop(Chat *c, TokStr first, const char *history) {
     TokText text = { 0 };
+    char prompt[40];
     int interrupts = 0;
-    open_lines(history);
+    open_lines(history, command_name);
+    snprintf(prompt, sizeof prompt, "%.30s> ", model_name(session_model(c->s)));
     if (isatty(0)) fprintf(stderr, "# /help lists the commands; Ctrl-C stops an answer, Ctrl-D quits\n");
     if (first.s) say(c, first);
     keep_chat(c);
     for (bool more = true; more && interrupts < 2; ) {
-        const LineKind kind = read_message(&text);
+        const LineKind kind = read_message(prompt, &text);
         if (kind == LINE_END) break;
         if (kind == LINE_INTERRUPTED) {
             if (++interrupts == 1) fprintf(stderr, "# press Ctrl-C again to quit\n");

@@ -83,6 +83,8 @@ API void model_close(Model *m);                                      // its sess
 API void model_tokenizer(Model *m, Tokenizer *t);                    // the tokenizer of the file; dies if there is none
 API void read_weights(Model *m, bool check);                         // reads the file ahead; check: dies at NaN, Inf
 API void print_plan(Model *m);                                       // model, memory and device, on stderr
+API void print_model(Model *m);                                      // the same in one line, and warnings
+API void print_sampling(const Model *m, const SampleParams *p);      // the sampling steps, on stderr
 
 API const ModelOptions *model_options(const Model *m);               // as the plan has settled them: n_ctx, n_batch
 API ModelShape model_shape(const Model *m);
@@ -95,6 +97,7 @@ API bool chunk_is_free(const Model *m, int chunk);                   // true if 
 API int model_paused(const Model *m);                                // the session whose prompt is paused; -1: none
 // The part of the key blocks that prompts have attended to since the last call; 0: dense prompts, or none.
 API double read_density(Model *m);
+API double read_joules(const Model *m);                // energy that the device has used so far; < 0: not known
 
 // ==== [2] Drafts ====================================================================================================
 
@@ -168,7 +171,8 @@ typedef struct {              // result of one session_next(); its texts and ids
 } Event;
 
 typedef struct {              // statistics of an answer
-    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
+    int         n_prompt, n_cached;    // tokens of the prompt, and those of them that were in the cache
+    int         n_run;                 // and those that have run: the rest, unless the answer was cancelled
     int         made, steps;           // tokens generated, decoding steps
     int         thought_tokens;        // of those generated; set at the end
     int         shifts;                // times the context was full
@@ -176,6 +180,7 @@ typedef struct {              // statistics of an answer
     uint64_t    hash;                  // of the last logits, if the caller has filled it in
     DraftCount  drafts;
     double      density;               // read_density() of its prompt, if the caller has filled it in
+    double      joules;                // energy of the device meanwhile, if the caller has filled it in; 0: not known
     int         loop;                  // tokens of the loop that the text ends in; 0: no loop
     const char *why;                   // why the answer ended; NULL: it has not ended
     EndReason   end;                   // the same; set at the end

@@ -445,6 +445,7 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->shifted = (Event){ .kind = EVENT_SHIFT };
     m->ops->copy(&(Copy){ m->s.params + s->seq, &s->options.sampling, sizeof s->options.sampling, COPY_IN });
     set_prompt(s, p->ids, p->n);
+    s->turn.n_cached = (int)s->held.n;
     s->checkpoint_at = p->checkpoint_at < p->n && copy_rings(m, s->seq, NULL, COPY_OUT) ? p->checkpoint_at : 0;
     return true;
 }
@@ -1117,5 +1118,7 @@ static double read_density(Model *m) {
     m->ops->copy(&(Copy){ m->s.block_count, &(int64_t[2]){ 0 }, sizeof n, COPY_IN });
     return n[1] ? (double)n[0] / (double)n[1] : 0;
 }
+
+static double read_joules(const Model *m) { return m->ops->joules ? m->ops->joules() : -1; }
 
 #endif

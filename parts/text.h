@@ -96,6 +96,46 @@ static void print_card(FILE *f, const char *label, const Ops *op) {
                 card->n_sm, (double)card->memory / (1 << 30), card->host_memory ? " shared with the host" : "");
 }
 
+#if !defined(COMMIT) && defined(__has_include)         // a tree that is not built by make has no such header
+#if __has_include("commit.h")
+#include "commit.h"
+#endif
+#endif
+#ifndef COMMIT
+#define COMMIT "unknown"
+#endif
+#ifdef __clang__
+#define COMPILER "clang " __clang_version__
+#else
+#define COMPILER "gcc " __VERSION__
+#endif
+
+static void print_warnings(Model *m) {
+    if (m->options.n_ctx > m->config.n_ctx_train)
+        fprintf(stderr, "# warning: context %d exceeds the trained length %d; quality may suffer\n", m->options.n_ctx,
+                m->config.n_ctx_train);
+    print_unknown(m->binder);
+    if (m->drafter->kind != DRAFTER_NONE) print_unknown(m->drafter->binder);
+}
+
+// Returns what to say after the name of the backend if it is the CPU although this build could use a GPU.
+static const char *backend_note(const Model *m) {
+    (void)m;
+#ifdef USE_CUDA
+    if (m->ops->on_host && !cuda_ops()) return " (no GPU usable by this build)";
+#endif
+    return "";
+}
+
+// Prints model, backend and context on one line of stderr, and warnings.
+static void print_model(Model *m) {
+    const char *card = card_name(m->ops);
+    fprintf(stderr, "# %s%s (%s) on %s%s%s%s, context %d%s\n", style.dim, model_name(m),
+            gguf_type_name(m->weights.layer[0].attn_q.type), m->ops->name, *card ? " " : "", card, backend_note(m),
+            m->options.n_ctx, style.normal);
+    print_warnings(m);
+}
+
 // Prints model, plan and device to stderr.
 static void print_plan(Model *m) {
     const Config *c = &m->config;
@@ -118,41 +158,87 @@ static void print_plan(Model *m) {
     if (m->plan.weights)
         fprintf(stderr, "# weights loaded in %.2f s, %.2f GB/s\n", m->upload_seconds,
                 (double)m->binder->bytes / m->upload_seconds * 1e-9);
-    if (m->options.n_ctx > c->n_ctx_train)
-        fprintf(stderr, "# warning: context %d exceeds the trained length %d; quality may suffer\n", m->options.n_ctx,
-                c->n_ctx_train);
-    print_unknown(m->binder);
+    print_warnings(m);
     const Drafter *d = m->drafter;
-    if (d->kind != DRAFTER_NONE) {
+    if (d->kind != DRAFTER_NONE)
         fprintf(stderr, "# draft model: %s %s: %d layers, dim %d, weights %.1f MiB (%s)%s; plan: %.1f MiB\n",
                 d->kind == DRAFTER_MTP ? "MTP assistant" : "DFlash", d->gguf.path,
                 d->config.n_layers, d->config.dim, (double)d->binder->bytes / mib,
                 gguf_type_name(d->weights.layer[0].attn_q.type), d->weights_uploaded ? "" : ", not loaded yet",
                 (double)m->plan.drafter / mib);
-        print_unknown(d->binder);
-    }
-    const char *note = "";
-#ifdef USE_CUDA
-    if (m->ops->on_host && !cuda_ops()) note = " (no GPU usable by this build)";
-#endif
-    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, note, count_threads(),
+    fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, backend_note(m), count_threads(),
             count_threads() == 1 ? "" : "s");
     print_card(stderr, "# card: ", m->ops);
 }
 
+// Prints the sampling steps that are switched on, in the order in which they run.
+static void print_sampling(const Model *m, const SampleParams *p) {
+    fprintf(stderr, "# sampling: ");
+    if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed, ", m->n_suppressed);
+    if (m->s.bias) fprintf(stderr, "logit bias, ");
+    if (m->s.counts)
+        fprintf(stderr, "penalties (repeat %g, frequency %g, presence %g), ", (double)p->repeat, (double)p->frequency,
+                (double)p->presence);
+    if (p->temperature <= 0) {
+        fprintf(stderr, "greedy (temperature 0)\n");
+        return;
+    }
+    fprintf(stderr, "temperature %g, ", (double)p->temperature);
+    if (p->top_k > 0) fprintf(stderr, "top-k %d, ", (int)p->top_k);
+    if (p->top_p < 1) fprintf(stderr, "top-p %g, ", (double)p->top_p);
+    if (p->min_p > 0) fprintf(stderr, "min-p %g, ", (double)p->min_p);
+    fprintf(stderr, "then sample, seed %" PRIu64 "\n", p->seed);
+}
+
 // ==== [3] Verbs =====================================================================================================
 
-// gemma4 logits: writes the logits of every position of a list of ids, after the soft-cap, as n x vocab float32.
-static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const char *ids_path, const char *out_path,
-                        const char *dump_dir, bool check_tensors) {
+// Loads the tokenizer of a file, which need not contain weights.
+static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
+    open_model_file(g, path);
+    load_tokenizer(t, g, 0);
+}
+
+// Reads token ids from a file: little-endian int32. The caller frees the result, which has *n ids.
+static int32_t *read_id_file(const char *path, int *n) {
     size_t size = 0;
-    uint8_t *bytes = read_file(ids_path, &size, "--ids");
-    if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", ids_path, size);
-    if (size / 4 > MAX_CONTEXT) die("--ids: %s: expected at most %d ids, got %zu", ids_path, MAX_CONTEXT, size / 4);
-    const int n = (int)(size / 4);
+    uint8_t *bytes = read_file(path, &size, "--ids");
+    if (!size || size % 4) die("--ids: %s: expected little-endian int32 ids, got %zu bytes", path, size);
+    if (size / 4 > MAX_CONTEXT) die("--ids: %s: expected at most %d ids, got %zu", path, MAX_CONTEXT, size / 4);
+    *n = (int)(size / 4);
+    int32_t *ids = alloc_or_die(*n, sizeof *ids);
+    for (int i = 0; i < *n; i++) {
+        const uint8_t *b = bytes + (size_t)i * 4;
+        ids[i] = (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
+    }
+    free(bytes);
+    return ids;
+}
+
+// The ids of <bos> and a text, as --raw runs them. The caller frees the result, which has *n ids.
+static int32_t *ids_of_text(const char *model, const char *text, int *n) {
+    Gguf g;
+    Tokenizer t;
+    TokIds ids = { 0 };
+    open_tokenizer(&t, &g, model);
+    if (t.bos >= 0) push_id(&t, &ids, t.bos);
+    if (tok_encode(&t, text, strlen(text), TOK_PLAIN, &ids) < 0) die("-p: %s", t.err);
+    if (ids.n < 1 || ids.n > MAX_CONTEXT) die("-p: expected 1 to %d tokens, got %zu", MAX_CONTEXT, ids.n);
+    tok_free(&t);
+    gguf_close(&g);
+    *n = (int)ids.n;
+    return ids.ids;
+}
+
+// gemma4 logits: writes the logits of every position of a list of ids, after the soft-cap, as n x vocab float32. The
+// ids are those of a file, or those of a text if it is not NULL.
+static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const char *ids_path, const char *text,
+                        const char *out_path, const char *dump_dir, bool check_tensors, bool verbose) {
+    const char *const from = text ? "-p" : "--ids";
+    int n;
+    int32_t *ids = text ? ids_of_text(model, text, &n) : read_id_file(ids_path, &n);
     if (o.n_ctx <= 0) o.n_ctx = n;
-    if (o.n_ctx == n) o.ctx_from = "number of --ids";
-    if (n > o.n_ctx) die("--ids: %s: expected at most %d ids, got %d; try -c %d", ids_path, o.n_ctx, n, n);
+    if (o.n_ctx == n) o.ctx_from = text ? "length of -p" : "number of --ids";
+    if (n > o.n_ctx) die("%s: expected at most %d ids, got %d; try -c %d", from, o.n_ctx, n, n);
     struct stat in, out;
     if (!stat(model, &in) && !stat(out_path, &out) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
         die("-o: %s: expected another file, got the model file itself", out_path);
@@ -160,13 +246,9 @@ static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, model, ops, o, dump_dir);
     if (check_tensors) read_weights(m, true);
-    int32_t *ids = alloc_or_die(n, sizeof *ids);
-    for (int i = 0; i < n; i++) {
-        const uint8_t *b = bytes + (size_t)i * 4;
-        ids[i] = (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
+    for (int i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= m->config.vocab)
             die("--ids: %s: id %d: expected 0..%d, got %" PRId32, ids_path, i, m->config.vocab - 1, ids[i]);
-    }
     FILE *f = fopen(out_path, "wb");
     if (!f) die("-o: %s: %s", out_path, strerror(errno));
     float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
@@ -186,30 +268,33 @@ static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const
         progress("logits", at, n, "positions");
     }
     if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
-    print_plan(m);
+    if (verbose) print_plan(m);
+    else print_model(m);
     fprintf(stderr, "# %d positions x %d logits in %.2f s\n", n, m->config.vocab, seconds() - t0);
     free(logits);
     free(ids);
-    free(bytes);
     free_model(m);
     free(m);
 }
 
-// Loads the tokenizer of a file, which need not contain weights.
-static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
-    open_model_file(g, path);
-    load_tokenizer(t, g, 0);
-}
-
-// gemma4 tokenize: prints the ids of a text in decimal on one line. It adds no <bos>.
-static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode) {
+// gemma4 tokenize: prints the ids of a text in decimal on one line, or writes them to a file. It adds no <bos>.
+static void verb_tokenize(const char *model, const char *text, size_t n, TokMode mode, const char *out_path) {
     Gguf g;
     Tokenizer tok;
     TokIds ids = { 0 };
+    Output o;
     open_tokenizer(&tok, &g, model);
     if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
-    for (size_t i = 0; i < ids.n; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
-    printf("\n");
+    int err = out_path ? create_output(&o, out_path, 0666) : 0;
+    for (size_t i = 0; i < ids.n && !err; i++) {
+        const uint32_t id = (uint32_t)ids.ids[i];
+        const uint8_t bytes[4] = { (uint8_t)id, (uint8_t)(id >> 8), (uint8_t)(id >> 16), (uint8_t)(id >> 24) };
+        if (out_path) err = write_output(&o, bytes, 4);
+        else printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
+    }
+    if (out_path) err = finish_output(&o, err);
+    if (err) die("-o: %s: %s", out_path, strerror(err));
+    if (!out_path) printf("\n");
     flush_output();
     tok_ids_free(&ids);
     tok_free(&tok);

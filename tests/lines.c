@@ -1,18 +1,10 @@
-/* lines.c - parts/lines.h alone: a small program that reads messages as the chat does and builds in a second. make
- * builds it with each line editing library and without one; test_terminal types to it.
+/* lines.c - parts/lines.h alone: a small program that reads messages as the chat does and builds in a second.
+ * test_terminal types to it.
  *
- *   build/lines-NAME [HISTORY]      prints each message in brackets, and a number in the locale */
+ *   build/lines [HISTORY]      prints each message in brackets, and a number in the locale */
 #define _GNU_SOURCE
-#include <errno.h>
-#include <signal.h>
-#include <stdbool.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/select.h>
-#include <sys/stat.h>
-#include <unistd.h>
+#define BASE_IMPLEMENTATION
+#include "../parts/base.h"
 
 typedef struct { char *s; size_t n, cap; } TokText;    // as in tokenizer.h
 static volatile sig_atomic_t interrupted;
@@ -28,25 +20,27 @@ static bool tok_text_append(TokText *v, const char *s, size_t n) {
     return true;
 }
 
-__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    vfprintf(stderr, fmt, ap);
-    va_end(ap);
-    _exit(1);
+static void tok_text_free(TokText *v) {
+    free(v->s);
+    *v = (TokText){ 0 };
 }
 
 #include "../parts/lines.h"
 
 static void on_interrupt(int signal_number) { interrupted = signal_number; }
 
+static const char *word_of(size_t i) {
+    static const char *const words[] = { "/help", "/save", "/set", "/show" };
+    return i < 4 ? words[i] : NULL;
+}
+
 int main(int argc, char **argv) {
     TokText text = { 0 };
     const struct sigaction act = { .sa_handler = on_interrupt };
     sigaction(SIGINT, &act, NULL);
     setvbuf(stdout, NULL, _IONBF, 0);
-    open_lines(argc > 1 ? argv[1] : NULL);
-    for (LineKind kind; (kind = read_message(&text)) != LINE_END; ) {
+    open_lines(argc > 1 ? argv[1] : NULL, word_of);
+    for (LineKind kind; (kind = read_message("> ", &text)) != LINE_END; ) {
         if (kind == LINE_INTERRUPTED) {
             printf("interrupted\n");
             continue;
@@ -55,6 +49,6 @@ int main(int argc, char **argv) {
         if (!text.n || !tok_text_append(&text, "", 1)) continue;         // appends a NUL
         remember_line(text.s);
     }
-    free(text.s);
+    tok_text_free(&text);
     return 0;
 }

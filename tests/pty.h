@@ -1,7 +1,7 @@
 /* pty.h - runs a program on a pseudoterminal: a test types input and reads the output.
  *
  * Call pty_start, then pty_send and pty_expect, then pty_end. pty_expect searches only after the last match, so a test
- * reads like a conversation. Nothing waits longer than a minute; then the program is killed. */
+ * reads like a conversation. Nothing waits longer than a minute (PTY_PATIENCE); then the program is killed. */
 #ifndef PTY_H
 #define PTY_H
 #include <errno.h>
@@ -16,6 +16,12 @@
 #include <termios.h>
 #include <time.h>
 #include <unistd.h>
+
+#ifndef PTY_PATIENCE
+#define PTY_PATIENCE 60                                // seconds
+#endif
+static const char *pty_term = "dumb";                 // TERM of the programs that are started
+static int pty_columns;                               // of their terminals; 0: not known
 
 enum { PTY_IN = 1, PTY_OUT = 2, PTY_ERR = 4, PTY_ALL = 7 };
 
@@ -46,6 +52,7 @@ static inline bool pty_start(Pty *p, const char *const argv[], int on_terminal, 
         return false;
     }
     fflush(stdout);
+    if (pty_columns) ioctl(p->fd, TIOCSWINSZ, &(struct winsize){ .ws_col = (unsigned short)pty_columns, .ws_row = 50 });
     p->pid = fork();
     if (p->pid) return p->pid > 0;
     const int null = open("/dev/null", O_RDONLY), file = open(out ? out : "/dev/null", O_WRONLY | O_CREAT | O_TRUNC,
@@ -54,7 +61,7 @@ static inline bool pty_start(Pty *p, const char *const argv[], int on_terminal, 
     signal(SIGINT, SIG_DFL);
     setsid();
     ioctl(p->side, TIOCSCTTY, 0);                      // so that Ctrl-C on this terminal reaches the program
-    setenv("TERM", "dumb", 1);
+    setenv("TERM", pty_term, 1);
     for (int i = 0; i < 3; i++)
         if (dup2(on_terminal >> i & 1 ? p->side : other[i], i) < 0) _exit(126);
     close(p->side);
@@ -84,7 +91,7 @@ static inline const char *pty_tail(const Pty *p) { return p->shows + (p->n > 600
 
 // Waits until the output after the last match contains a text. A line break is "\r\n" in a terminal's output.
 static inline bool pty_expect(Pty *p, const char *text) {
-    for (const double end = pty_seconds() + 60; ; ) {
+    for (const double end = pty_seconds() + PTY_PATIENCE; ; ) {
         const char *found = strstr(p->shows + p->at, text);
         if (found) {
             p->at = (size_t)(found - p->shows) + strlen(text);
@@ -103,18 +110,23 @@ static inline bool pty_send(Pty *p, const char *text) {
 // Types a text in two parts; the second after the program has read the first.
 static inline bool pty_send_cut(Pty *p, const char *text, size_t at) {
     if (write(p->fd, text, at) != (ssize_t)at) return false;
-    for (const double end = pty_seconds() + 60; pty_seconds() < end; pty_read(p, 0.01)) {
+    for (const double end = pty_seconds() + PTY_PATIENCE; pty_seconds() < end; pty_read(p, 0.01)) {
         int waiting = 0;                               // until the terminal driver has no more input for the program
         if (ioctl(p->side, FIONREAD, &waiting) || !waiting) return pty_send(p, text + at);
     }
     return false;
 }
 
+// Gives the terminal another width, of which the program is told by a signal.
+static inline void pty_resize(Pty *p, int columns) {
+    ioctl(p->fd, TIOCSWINSZ, &(struct winsize){ .ws_col = (unsigned short)columns, .ws_row = 50 });
+}
+
 // Waits until the program ends. Returns the exit status, or 1000 + the signal that killed it. *sane: the terminal has
 // its old settings; may be NULL.
 static inline int pty_end(Pty *p, bool *sane) {
     int status = -1;
-    for (const double end = pty_seconds() + 60; waitpid(p->pid, &status, WNOHANG) == 0; ) {
+    for (const double end = pty_seconds() + PTY_PATIENCE; waitpid(p->pid, &status, WNOHANG) == 0; ) {
         if (pty_seconds() > end) kill(p->pid, SIGKILL);
         pty_read(p, 0.05);
     }

@@ -21,7 +21,7 @@ stories() { # stories FOLDER: stories of $gemma4, its quantised file and the has
 tell() { # tell OUT MODEL FLAGS..: 64 tokens, greedy, and the hash of the last logits
     out=$1
     shift
-    run "$@" -p "Tell me a story about a fox who lost a red ball in the snow, and about the owl who found it." --temp \
+    run "$@" -v -p "Tell me a story about a fox who lost a red ball in the snow, and about the owl who found it." --temp \
         0 -n 64
     grep -o 'last logits .*' "$tmp/err" >>"$tmp/out"
     ok "$out: tells a story" [ "$status" -eq 0 ]
@@ -37,7 +37,7 @@ elif ! echo 'int main(void) { return 0; }' | $arm_cc -static -xc - -o "$tmp/prob
 else
     stories "$tmp/native"
     for arch in armv8.2-a+dotprod armv8-a; do
-        MAKEFLAGS='' make -s B="$tmp/$arch" ENGINE=cpu EDIT=0 HTTP=0 CC="$arm_cc" CFLAGS="-O2 -march=$arch" LDFLAGS=-static \
+        MAKEFLAGS='' make -s B="$tmp/$arch" ENGINE=cpu HTTP=0 CC="$arm_cc" CFLAGS="-O2 -march=$arch" LDFLAGS=-static \
             "$tmp/$arch/gemma4-tested" >"$tmp/out" 2>"$tmp/err"
         status=$?
         ok "$arch: compiles" [ "$status" -eq 0 ]
