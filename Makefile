@@ -24,7 +24,7 @@ KERNELS := $(wildcard gemma4_kernels.cu)
 KERNEL_PARTS := $(wildcard parts/*.cuh) gemma4.h parts/kv.h parts/cards.h
 CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/include/cublas_v2.h)
 ENGINE  := $(if $(and $(if $(BACKEND),,1),$(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
-# Without a GPU the tests need no nvcc, since test_kernels.sh carries the kernels out on the CPU; ENGINE=cuda asks for it.
+# Without a GPU tests and benchmarks need no nvcc, since test_kernels.sh carries the kernels out on the CPU; ENGINE=cuda asks for it.
 TESTED  := $(if $(or $(strip $(HAS_GPU)),$(filter command,$(origin ENGINE))),$(ENGINE),cpu)
 TESTED_BIN = $(B)/gemma4-$(if $(filter cpu,$(TESTED)),tested,cuda)
 JOBS    ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
@@ -68,7 +68,7 @@ FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 # The kernels without a GPU: compiled by g++ against tests/cuda_on_cpu, which carries them out (its cuda_runtime.h says how), and
 # linked to the tests that know of a GPU. CUDA_VISIBLE_DEVICES= hides it from them.
 E        := $(B)/emulated
-EMULATOR := $(if $(and $(filter cpu,$(ENGINE)),$(if $(BACKEND),,1)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
+EMULATOR := $(if $(and $(filter cpu,$(TESTED)),$(if $(BACKEND),,1)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
 EMULATED := $(if $(EMULATOR),$(patsubst %,$(B)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft test_cards test_device))
 EMULATE  := $(CXX) -std=c++20 -g1 -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
     -ffp-contract=off -pthread $(filter -march=% -mcpu=%,$(CFLAGS))
@@ -112,7 +112,7 @@ $(B)/commit.h: FORCE
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
 $(B)/flags: HOLDS = $(COMPILE) $(LTO) $(HTTP_LIB)
 $(B)/cuda-flags: HOLDS = $(NVCC) $(HOST_FLAGS) $(ARCH) $(NVCC_FLAGS)
-$(B)/engine: HOLDS = $(ENGINE)
+$(B)/engine: HOLDS = $(TESTED)
 $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
 	@mkdir -p $(B); holds='$(HOLDS)'; [ "$$(cat $@ 2>/dev/null)" = "$$holds" ] || printf '%s\n' "$$holds" > $@
 
@@ -153,8 +153,8 @@ $(B)/gemma4-tested: $(SOURCES) $(B)/commit.h $(B)/flags
 $(LINES): tests/lines.c parts/lines.h parts/base.h $(B)/flags
 	$(TEST_COMPILE) $< -o $@ $(LDFLAGS)
 $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine $(B)/engine.a \
-    $(if $(filter cuda,$(ENGINE)),$(B)/kernels.o $(B)/plain.o) $(BACKEND) $(BACKEND_OBJECT)
-ifeq ($(ENGINE),cuda)
+    $(if $(filter cuda,$(TESTED)),$(B)/kernels.o $(B)/plain.o) $(BACKEND) $(BACKEND_OBJECT)
+ifeq ($(TESTED),cuda)
 	$(TEST_COMPILE) -I. -UNDEBUG -DENGINE_LINKED -DUSE_CUDA -Wno-unused-function -c $< -o $@.o
 	$(LINK) $@.o $(B)/engine.a $(B)/plain.o $(B)/kernels.o -o $@ $(LDFLAGS) $(CUDA_LIBS)
 else
@@ -196,13 +196,18 @@ $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags
 	  "libclang-rt-dev (Debian, Ubuntu), compiler-rt (Fedora, Arch, Alpine)" >&2; exit 1; }
 	$(FUZZ_BUILD) -I. -DFUZZER $(HTTP_FLAG) -Wno-unused-function $< -o $@ $(HTTP_LIB) -lm
 
+SHARED = $(DESTDIR)$(PREFIX)/share
 amalgamate: $(B)/page.h $(B)/commit.h         ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread
 	@{ cat $(B)/commit.h; tools/amalgamate.sh gemma4.c $(B); } > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
-bench: all                      ## time MODEL on this machine: prompt and decode tok/s
-	@./$(BIN) bench "$(MODEL)"
-install:                        ## copy gemma4 to DESTDIR and PREFIX/bin
+bench: $(B)/gemma4-$(TESTED)    ## time MODEL on this machine: prompt and decode tok/s; leaves ./gemma4 alone
+	@$< bench "$(MODEL)"
+install:                        ## copy gemma4, its manual page and completions for bash and zsh to DESTDIR and PREFIX
 	@test -x $(BIN) || $(MAKE) all
-	install -d "$(DESTDIR)$(PREFIX)/bin" && install -m 755 $(BIN) "$(DESTDIR)$(PREFIX)/bin/gemma4"
+	install -d $(patsubst %,"$(SHARED)/%",man/man1 bash-completion/completions zsh/site-functions) "$(DESTDIR)$(PREFIX)/bin"
+	install -m 755 $(BIN) "$(DESTDIR)$(PREFIX)/bin/gemma4"
+	"$(abspath $(BIN))" --document man > "$(SHARED)/man/man1/gemma4.1"
+	"$(abspath $(BIN))" --document bash > "$(SHARED)/bash-completion/completions/gemma4"
+	"$(abspath $(BIN))" --document zsh > "$(SHARED)/zsh/site-functions/_gemma4"
 clean:                          ## remove everything that was built
 	rm -rf build gemma4
 help:                           ## show this list

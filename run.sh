@@ -2,7 +2,7 @@
 # Builds gemma4 and runs it:    ./run.sh [MODEL.gguf] [gemma4 flags ...]
 # Downloads a model to models/: ./run.sh --fetch NAME          (resumes a partial download; without NAME: the list)
 #
-# The model is the first argument, else $GEMMA4_MODEL, else the small one in models/. Without flags it tells a story.
+# The model is the first argument, else $GEMMA4_MODEL, else the small one in models/. Without any argument it tells a story.
 # Works from any directory. Everything but the generated text goes to stderr.
 self=$0
 while [ -h "$self" ]; do            # a link to run.sh: the folder is that of the file itself
@@ -178,18 +178,14 @@ else
         exit 1
     fi
 fi
-if [ "${EDIT:-1}" = 1 ] && ! grep -q -e '-ledit' -e '-lreadline' "$here/build/flags" 2>/dev/null; then
-    say "no libedit or readline, so the chat has no line editing; to install it: $(how_to_install libedit 'xcode-select --install' \
-        libedit-dev libedit-devel libedit-dev libedit libedit-devel)"
-fi
 
 # ---- what to run ---------------------------------------------------------------------
 model=${GEMMA4_MODEL:-$here/models/gemma4-mini-q8_0.gguf}
 case ${1:-} in
-'' | -*) ;;
+'') set -- -p "Tell me a story about a fox." --temp 0 ;;
+-*) ;;
 *) model=$1; shift ;;
 esac
-[ $# -gt 0 ] || set -- -p "Tell me a story about a fox." --temp 0
 # The small model comes with a draft model. gemma4 uses it where that makes answers faster on this machine.
 drafter=${model%-q8_0.gguf}-dflash-q8_0.gguf
 case " $* " in

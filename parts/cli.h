@@ -101,16 +101,17 @@ static void set_flag(Flags *f, const Flag *flag, const char *arg, const char *va
 }
 
 // A flag of another program: dies if it would change the result; otherwise adds it to the note, one line of stderr.
-static void take_foreign(const Foreign *other, const char *arg, const char *value, char note[600], bool *noted) {
-    if (other->kind == REFUSED && !(value && is_listed(other->harmless, value))) die("%s: %s", arg, other->why);
+static void take_foreign(const Flags *f, const Foreign *other, const char *arg, const char *value, char note[600]) {
+    const bool harmless = value && is_listed(other->harmless, value);
+    if (other->kind == REFUSED && !harmless && has_effect(other, f)) die("%s: %s", arg, other->why);
     const size_t n = strlen(note);
-    if (!*noted) snprintf(note + n, 600 - n, "%s%s (%s)", n ? ", " : "", arg,
-                          other->kind == REFUSED ? "the default" : other->why);
-    *noted = true;
+    snprintf(note + n, 600 - n, "%s%s (%s)", n ? ", " : "", arg,
+             other->kind == NEEDLESS ? other->why : harmless ? "the default" : "without effect here");
 }
 
 static void parse_flags(Flags *f, int argc, char **argv) {
-    bool given[N_FLAGS] = { false }, noted[N_FOREIGN] = { false };
+    struct { const char *arg, *value; } others[N_FOREIGN] = { { NULL, NULL } };        // the first of each row's flags
+    bool given[N_FLAGS] = { false };
     char note[600] = "", name[64];
     const char *word = NULL;                           // the model file, if it was given without -m
     const int verb_at = find_verb(argc, argv);
@@ -135,13 +136,18 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         if (flag) {
             given[flag - flags] = true;
             if (flag->verbs & (int)f->verb) set_flag(f, flag, arg, value);
-        } else take_foreign(other, arg, value, note, &noted[other - foreign]);
+        } else if (!others[other - foreign].arg || other->kind == REFUSED) {
+            others[other - foreign].arg = arg == name ? argv[i] : arg;
+            others[other - foreign].value = value;
+        }
     }
     for (size_t k = 0; k < N_FLAGS; k++)
         if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
     if (f->model && !*f->model) die("expected a model file, got an empty name");
     if (word && is_no_file(word) && f->verb == GENERATE && !f->help) die_no_verb(word);
     if (word && f->model != word) refuse_word(f->model, word);
+    for (size_t k = 0; k < N_FOREIGN; k++)
+        if (others[k].arg) take_foreign(f, &foreign[k], others[k].arg, others[k].value, note);
     if (*note) fprintf(stderr, "# not needed: %s\n", note);
 }
 
@@ -291,7 +297,7 @@ static void check_greedy_flags(const Flags *f, bool chatting) {
     const struct { bool given; const char *name; } others[] = {
         { chatting, "a chat" }, { f->temperature > 0, "--temp" },
             { f->drafter || f->spec, "-md or --spec" },
-        { f->repeat != 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
+        { has_penalties(f), "penalties" }, { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
         { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
         { f->ignore_eos, "--ignore-eos" }, { f->top_logits > 0, "--top-logits" }, { f->compress > 0, "--compress" },
@@ -459,7 +465,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     const char *const from = chatting ? "-i" : f->prompt ? "-p" : f->prompt_file ? "-f" : "standard input";
     check_generate_flags(f, chatting);
     char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
-    o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
+    o.penalties = has_penalties(f);
     o.bias = f->biases.n > 0;
     const Drafting drafting = drafting_of(f, ops, &o);
     Tokenizer tok;

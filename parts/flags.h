@@ -394,11 +394,14 @@ static const Foreign foreign[] = {
       "adapters are not supported; merge the adapter into the model, then convert that" },
     { REFUSED, "-mm --mmproj -mmu --mmproj-url --image --audio", "V", NULL,
       "images and sound are not supported" },
-    { REFUSED, "--mirostat --mirostat-lr --mirostat-ent", "N", "0",
+    { REFUSED, "--mirostat", "N", "0",
       "not supported; --temp, --top-k, --top-p and --min-p shape the sampling" },
-    { REFUSED, "--dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker", "N",
-      "0|0.0", "not supported; --repeat-penalty and --frequency-penalty act against repetition" },
-    { REFUSED, "--xtc-probability --xtc-threshold --dynatemp-range --dynatemp-exp", "N", "0|0.0",
+    { NEEDLESS, "--mirostat-lr --mirostat-ent --dry-base --dry-allowed-length --dry-penalty-last-n "
+      "--dry-sequence-breaker --xtc-threshold --dynatemp-exp", "V", NULL,
+      "it has no effect without the flag that is refused" },
+    { REFUSED, "--dry-multiplier", "N", "0|0.0",
+      "not supported; --repeat-penalty and --frequency-penalty act against repetition" },
+    { REFUSED, "--xtc-probability --dynatemp-range", "N", "0|0.0",
       "not supported; --temp and --min-p shape the sampling" },
     { REFUSED, "--typical --typical-p", "P", "1|1.0", "not supported; --top-p and --min-p shape the sampling" },
     { REFUSED, "--top-n-sigma --top-nsigma", "N", "-1|0", "not supported; --min-p shapes the sampling" },
@@ -435,6 +438,19 @@ static const Foreign foreign[] = {
     { REFUSED, "--list-devices --completion-bash", NULL, NULL, "see --version and --document" },
 };
 enum { N_FOREIGN = sizeof foreign / sizeof *foreign };
+
+static bool has_penalties(const Flags *f) { return f->repeat != 1 || f->presence != 0 || f->frequency != 0; }
+static bool shifts_context(const Flags *f) { return f->shift; }
+
+// Refused flags that have no effect without other flags.
+static const struct { const char *names; bool (*matters)(const Flags *f); } conditions[] = {
+    { "--repeat-last-n", has_penalties }, { "--keep", shifts_context } };
+
+static bool has_effect(const Foreign *other, const Flags *f) {
+    for (size_t k = 0; k < sizeof conditions / sizeof *conditions; k++)
+        if (!strcmp(conditions[k].names, other->names)) return conditions[k].matters(f);
+    return true;
+}
 
 // Words that other programs have in the place of a command, and what to type instead.
 static const struct { const char *names, *instead; } foreign_words[] = {

@@ -171,6 +171,13 @@ run logits "$model" --ids "$tmp/five.i32" -o "$tmp/again.f32"
 ok "logits are the same twice" same five.f32 again.f32
 run logits "$model" --ids "$tmp/five.i32" -o "$tmp/again.f32" -c 0
 ok "logits -c 0: a context for the ids" same five.f32 again.f32
+run logits "$model" -p "about a fox." -o "$tmp/text.f32"
+ok "logits -p: exits 0" [ "$status" -eq 0 ]
+run tokenize "$model" -p "about a fox." -o "$tmp/text.i32"
+ok "tokenize -o: stdout is empty" size "$tmp/out" 0
+{ ids 2; cat "$tmp/text.i32"; } >"$tmp/bos-text.i32"
+run logits "$model" --ids "$tmp/bos-text.i32" -o "$tmp/again.f32"
+ok "logits -p: those of <bos> and the ids of tokenize -o" same text.f32 again.f32
 head -c $((vocab * 4)) "$tmp/five.f32" >"$tmp/row0.f32"
 ok "later ids do not change the first row" same row0.f32 one.f32
 
@@ -205,7 +212,7 @@ done
 
 # ---- constrained answers --------------------------------------------------------------
 form() { # form TEXT ARGUMENTS...: with this grammar or schema the answer must be this text
-    printf '%s\n' "$1" >"$tmp/want"
+    case " $* " in *" --raw "*) printf '%s' "$1" ;; *) echo "$1" ;; esac >"$tmp/want"
     shift
     run "$model" -p "Tell me a story." --seed 1 "$@"
     ok "$*: exits 0" [ "$status" -eq 0 ]
@@ -321,7 +328,7 @@ for verb in "" serve plan bench ppl niah check quantize tokenize detokenize logi
     echo >>"$tmp/helps"
 done
 cp "$tmp/helps" "$tmp/out"
-sed -nE 's/^  (--?[a-z-]+(, --?[a-z-]+)*).*/\1/p' "$tmp/out" | tr -d , | sort -u >"$tmp/flags"
+sed -nE 's/^  (--?[a-z-]+(, --?[a-z-]+)*).*/\1/p' "$tmp/out" | tr -d , | awk '!seen[$0]++' >"$tmp/flags"
 ok "--help: at least 35 flags" [ "$(grep -c '' "$tmp/flags")" -ge 35 ]
 awk '/^  -/ { if (line) print line; line = "" } /^$/ { if (line) print line; line = "" } /^  +[^ ]/ { line = line $0 } END { print line }' "$tmp/out" |
     grep '^  -' | grep -v default | sort -u >"$tmp/no-default"
@@ -486,7 +493,8 @@ error text.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/text.gguf/x.f32"
 error folder.gguf logits "$model" --ids "$tmp/five.i32" -o "$tmp/folder.gguf"
 error missing.gguf logits "$tmp/missing.gguf" --ids "$tmp/five.i32" -o "$tmp/x.f32"
 error -o logits "$model" --ids "$tmp/five.i32"
-error "-p is not a logits option; it is an option of: generate, tokenize" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
+error "expected either --ids or -p, got both" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
+error "-sys is not a logits option; it is an option of: generate" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -sys hi
 cp "$model" "$tmp/own.gguf"
 error "the model file itself" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
 ok "-o does not touch the model" cmp -s "$model" "$tmp/own.gguf"

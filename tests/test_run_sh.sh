@@ -154,18 +154,20 @@ export top="$tmp"                               # run.sh uses the name tmp itsel
 touch "$tmp/tree/gemma4_kernels.cu"
 runs() { # runs NVCC [GPU]: runs run.sh with this nvcc and GPU; sets $status, writes $tmp/made, $tmp/out and $tmp/err
     : >"$tmp/made"
-    PATH="$tmp/bin:$PATH" NVCC=$1 HAS_GPU=${2-one} EDIT=1 sh "$tmp/tree/run.sh" m.gguf -p hi >"$tmp/out" 2>"$tmp/err"
+    PATH="$tmp/bin:$PATH" NVCC=$1 HAS_GPU=${2-one} sh "$tmp/tree/run.sh" m.gguf -p hi >"$tmp/out" 2>"$tmp/err"
     status=$?
 }
 made() { [ "$(tr '\n' ' ' <"$tmp/made")" = "$1" ]; }
 
 runs nvcc
 ok "a build: runs it" grep -qx 'all m.gguf -p hi' "$tmp/out"
-ok "no line editor: names the package" has "no libedit or readline"
-mkdir "$tmp/tree/build"
-echo "cc -O3 -lreadline" >"$tmp/tree/build/flags"
 runs nvcc
-ok "a build with line editing: the command alone" lines 1
+ok "a build that is there: the command alone" lines 1
+mkdir "$tmp/tree/build"
+PATH="$tmp/bin:$PATH" NVCC='' HAS_GPU='' sh "$tmp/tree/run.sh" m.gguf >"$tmp/out" 2>"$tmp/err"
+ok "a model alone: a chat" grep -qx 'cpu m.gguf' "$tmp/out"
+PATH="$tmp/bin:$PATH" NVCC='' HAS_GPU='' sh "$tmp/tree/run.sh" >"$tmp/out" 2>"$tmp/err"
+ok "nothing: a story" grep -q 'gemma4-mini-q8_0.gguf -p Tell me a story about a fox. --temp 0$' "$tmp/out"
 runs nvcc ""
 ok "nvcc and no GPU: runs the CPU's" grep -qx 'cpu m.gguf -p hi' "$tmp/out"
 ok "nvcc and no GPU: builds nothing else" made "cpu "
@@ -213,6 +215,14 @@ if [ -f gemma4_kernels.cu ]; then
     ok "make test, nvcc and a GPU: its ./gemma4 is CUDA's" grep -q "GEMMA4=.*/gemma4-cuda" "$tmp/testone"
     ok "make test, nvcc and no GPU: no nvcc" [ -z "$(grep "^$tmp/bin/nvcc" "$tmp/test")" ]
     ok "make test, nvcc and no GPU: the CPU's programs" grep -q -e "-o $tmp/b/test_ops " "$tmp/test"
+    for target in "$tmp/b/make_gguf" "$tmp/b/test_ops" bench; do
+        MAKEFLAGS='' make -n B="$tmp/b" NVCC="$tmp/bin/nvcc" CUBLAS="$tmp/cublas_v2.h" HAS_GPU='' "$target" >"$tmp/out" 2>"$tmp/err"
+        status=$?
+        ok "make ${target##*/}, nvcc and no GPU: exits 0" [ "$status" -eq 0 ]
+        ok "make ${target##*/}, nvcc and no GPU: no nvcc" [ -z "$(grep "^$tmp/bin/nvcc" "$tmp/out")" ]
+    done
+    ok "make bench leaves ./gemma4 alone" [ -z "$(grep -E 'cp -f|cmp -s' "$tmp/out")" ]
+    ok "make bench runs what it has built" grep -q "^$tmp/b/gemma4-cpu bench " "$tmp/out"
     ok "make test, nvcc and no GPU: the CPU's gemma4" grep -q "GEMMA4=.*/gemma4-tested" "$tmp/test"
 
     mkdir -p "$tmp/toolkit/lib/stubs"
@@ -225,7 +235,7 @@ esac
 END
     mkdir "$tmp/toolkit/bin"
     compiles() { # compiles ARCH FLAGS: nvcc must get FLAGS for ARCH
-        MAKEFLAGS='' make -n B="$tmp/b" EDIT=0 HTTP=0 NVCC="$tmp/bin/nvcc" ARCH="$1" "$tmp/b/kernels.o" >"$tmp/out" 2>"$tmp/err"
+        MAKEFLAGS='' make -n B="$tmp/b" HTTP=0 NVCC="$tmp/bin/nvcc" ARCH="$1" "$tmp/b/kernels.o" >"$tmp/out" 2>"$tmp/err"
         status=$?
         flags=$(grep "^$tmp/bin/nvcc" "$tmp/out" | grep -oE -e '-(arch|gencode|code)[ =][^ ]*' | tr '\n' ' ')
         ok "ARCH=$1" [ "$flags" = "$2 " ]
@@ -237,7 +247,7 @@ END
     compiles compute_86:sm_90 "$(pair 86 90)"
     compiles "compute_86:sm_90 compute_120:sm_120" "$(pair 86 90) $(pair 120 120)"
     # The C compiler links, with the flags of pkg-config, which nvcc does not take.
-    MAKEFLAGS='' make -n B="$tmp/b" EDIT=0 HTTP=0 NVCC="$tmp/bin/nvcc" CUBLAS="$tmp/cublas_v2.h" ENGINE=cuda CC=some-cc \
+    MAKEFLAGS='' make -n B="$tmp/b" HTTP=0 NVCC="$tmp/bin/nvcc" CUBLAS="$tmp/cublas_v2.h" ENGINE=cuda CC=some-cc \
         LDFLAGS=-L/some HTTP_LIB='-Wl,-z,relro -lmicrohttpd' "$tmp/b/gemma4-cuda" "$tmp/b/test_layout" >"$tmp/out" 2>"$tmp/err"
     status=$?
     libraries="-L/usr/lib -Wl,-rpath,$(cd "$tmp/toolkit/lib" && pwd -P) -lcublas -lcudart_static "
