@@ -457,7 +457,7 @@ static const char *gguf__shown(GgufStr name, char out[GGUF__SHOWN_MAX]) {
 }
 
 // Fills g->err with "<kind> '<name>': <message> (<code> at byte <at>)" and returns -1. An empty name is omitted, a long
-// one truncated, so that all fits into err.
+// one truncated, so that all fits into err. Kind "file": the file as a whole, "<message> (<code>)".
 #ifdef __GNUC__
 __attribute__((format(printf, 6, 7)))
 #endif
@@ -467,8 +467,9 @@ static int gguf__fail(Gguf *g, const char *kind, GgufStr name, const char *code,
     va_start(ap, fmt);
     vsnprintf(message, sizeof message, fmt, ap);
     va_end(ap);
-    snprintf(g->err, sizeof g->err, name.n ? "%s '%s': %s (%s at byte %zu)" : "%s%s: %s (%s at byte %zu)", kind,
-             gguf__shown(name, shown), message, code, at);
+    if (!strcmp(kind, "file") && !at) snprintf(g->err, sizeof g->err, "%s (%s)", message, code);
+    else snprintf(g->err, sizeof g->err, name.n ? "%s '%s': %s (%s at byte %zu)" : "%s%s: %s (%s at byte %zu)", kind,
+                  gguf__shown(name, shown), message, code, at);
     return -1;
 }
 
@@ -749,8 +750,8 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
     g->file_size = size;
     GGUF__TRY(gguf__need(c, 24, "header"));
     if (memcmp(bytes, "GGUF", 4) != 0)
-        return GGUF__FAIL(c, "E_MAGIC", 0, "magic: expected 47 47 55 46 (GGUF), got %02x %02x %02x %02x", bytes[0],
-                          bytes[1], bytes[2], bytes[3]);
+        return gguf__fail(g, "file", (GgufStr){0}, "E_MAGIC", 0, "this is not a GGUF file: expected 47 47 55 46 (GGUF) at "
+                          "its beginning, got %02x %02x %02x %02x", bytes[0], bytes[1], bytes[2], bytes[3]);
     c->pos = 4;
     g->version = gguf__u32(c);
     if ((g->version & 0xffff) == 0)

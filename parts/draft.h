@@ -121,8 +121,8 @@ static DrafterKind drafter_kind(Drafter *d, const char *target) {
     }
     if (kind)
         die("%s: draft model for %s: %s draft models are not supported; try an MTP assistant", g->path, target, kind);
-    die("%s: key 'general.architecture': expected a draft model for %s, gemma4-assistant or dflash, got '%s' "
-        "(E_META_RANGE)", g->path, target, d->arch);
+    die("%s: this is a %s model; expected a draft model for %s, gemma4-assistant or dflash (E_META_RANGE)", g->path,
+        d->arch, target);
 }
 
 // Dies if a size of the drafter does not match the target's.

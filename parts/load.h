@@ -110,12 +110,22 @@ static int load_head_dim(Gguf *g, const char *const keys[3]) {
     return head_dim;
 }
 
+static bool is_draft_architecture(GgufStr arch) {
+    static const char *const names[] = { "gemma4-assistant", "gemma4_assistant", "gemma4-dflash-draft", "dflash",
+                                         "dflash-draft", "eagle3" };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) if (str_is(arch, names[i])) return true;
+    return false;
+}
+
 static void load_config(Config *c, Gguf *g) {
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
+    if (is_draft_architecture(arch))
+        die("%s: this is a draft model (%s); type gemma4 MODEL.gguf -md %s (E_META_RANGE)", g->path, shown(arch),
+            g->path);
     if (!str_is(arch, "gemma4"))
-        die("%s: key 'general.architecture': expected 'gemma4', got '%s'; draft models and other architectures "
-            "cannot run on their own (E_META_RANGE)", g->path, shown(arch));
+        die("%s: this is a %s model; gemma4 runs Gemma 4 models only (E_META_RANGE)", g->path,
+            arch.n ? shown(arch) : "nameless");
 
     memset(c, 0, sizeof *c);
     c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);

@@ -495,7 +495,7 @@ static void test_refused(void) {
     REFUSED(path, write_draft(&d, broken), "rope_freqs.weight", "expected type F32, got F16");
     static const struct { const char *arch, *tensor, *says; } others[] = { { "eagle3", NULL, "EAGLE-3 draft models" },
         { "dflash", "markov_w1.weight", "DSpark draft models" }, { "dflash", "selector_hidden.weight", "DFlash2 draft models" },
-        { "llama", NULL, "got 'llama'" } };
+        { "llama", NULL, "this is a llama model" } };
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         d = read_draft(drafter);
         set_text(&d, "general.architecture", others[i].arch);

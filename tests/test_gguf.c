@@ -123,13 +123,14 @@ static int one_line(const char *s) {
     return 1;
 }
 
-// True: err has one of the codes ("E_A|E_B", "" for any), a byte position and the name.
+// True: err has one of the codes ("E_A|E_B", "" for any), a byte position unless the whole file is meant, and the name.
 static int err_ok(const char *err, const char *codes, const char *name) {
     const char *got = strstr(err, "(E_");
-    size_t n = got ? strcspn(got + 1, " ") : 0;
+    size_t n = got ? strcspn(got + 1, " )") : 0;
     int found = !*codes;
     for (const char *p = codes; *p && n > 0 && !found; p += strcspn(p, "|"), p += *p == '|')
-        found = strcspn(p, "|") == n && memcmp(p, got + 1, n) == 0 && strncmp(got + 1 + n, " at byte ", 9) == 0;
+        found = strcspn(p, "|") == n && memcmp(p, got + 1, n) == 0 &&
+                (strcmp(got + 1 + n, ")") == 0 || strncmp(got + 1 + n, " at byte ", 9) == 0);
     return found && one_line(err) && strlen(err) < 500 && (!name || strstr(err, name));
 }
 

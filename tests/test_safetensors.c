@@ -18,12 +18,13 @@ static void touch(const Gguf *g) {                  // reads the first and last 
     }
 }
 
-// True: err is one printable line with the code, a byte position, and the word.
+// True: err is one printable line with the code, a byte position unless the whole file is meant, and the word.
 static bool err_ok(const char *err, const char *code, const char *word) {
     const char *at = strstr(err, code);
     for (const char *p = err; *p; p++)
         if (*p < 0x20 || *p > 0x7e) return false;
-    return *err && at && at > err && at[-1] == '(' && !strncmp(at + strlen(code), " at byte ", 9) && strstr(err, word);
+    const char *after = at ? at + strlen(code) : "";
+    return at && at > err && at[-1] == '(' && (!strcmp(after, ")") || !strncmp(after, " at byte ", 9)) && strstr(err, word);
 }
 
 // Length field `length` (-1: the correct one), then the header, then `data` bytes.
