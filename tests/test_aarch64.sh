@@ -21,7 +21,7 @@ stories() { # stories FOLDER: stories of $gemma4, its quantised file and the has
 tell() { # tell OUT MODEL FLAGS..: 64 tokens, greedy, and the hash of the last logits
     out=$1
     shift
-    run "$@" -p "Tell me a story about a fox who lost a red ball in the snow, and about the owl who found it." --temp \
+    run "$@" -v -p "Tell me a story about a fox who lost a red ball in the snow, and about the owl who found it." --temp \
         0 -n 64
     grep -o 'last logits .*' "$tmp/err" >>"$tmp/out"
     ok "$out: tells a story" [ "$status" -eq 0 ]

@@ -43,7 +43,7 @@ else
     ok "the engine: with a server it compiles" [ "$status" -eq 0 ]
     ok "the engine: the page is in it" grep -aqxF "$(grep '<title>' web/index.html)" "$tmp/served"
 fi
-set -- models/gemma4-mini-q8_0.gguf -p "Tell me a story about a fox." --temp 0 -n 20
+set -- models/gemma4-mini-q8_0.gguf -p "Tell me a story about a fox." --temp 0 -n 20 -v
 run "$@"
 mv "$tmp/out" "$tmp/story"
 hash=$(grep -o 'last logits .*' "$tmp/err")

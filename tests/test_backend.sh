@@ -50,7 +50,7 @@ ${CC:-cc} -std=c11 -O0 -w -I. -I"$(dirname "$engine")" -ffp-contract=off $define
     -o gemma4 -lm -pthread >out 2>err
 ok "the program compiles with the copy" [ $? -eq 0 ]
 chosen() { # chosen ARGUMENTS: the backend that the program takes
-    ./gemma4 "$@" --version 2>err | sed 's/.*(\(.*\))/\1/'
+    ./gemma4 "$@" --version 2>err | sed 's/.*; uses \(.*\))/\1/'
 }
 ok "it takes the copy" [ "$(chosen)" = toy ]
 ok "--backend toy: too" [ "$(chosen --backend toy)" = toy ]

@@ -143,7 +143,7 @@ static void test_plans(bool has_gpu) {
 
 static void test_runs(const char *model) {
     char words[1100], text[300];
-    snprintf(words, sizeof words, "%s -p ab --raw -n 3 -c 64 --temp 0 --ignore-eos -t 1", model);
+    snprintf(words, sizeof words, "%s -p ab --raw -v -n 3 -c 64 --temp 0 --ignore-eos -t 1", model);
     CHECK(gemma4(VISIBLE, NULL, NULL, words) == 0 && strstr(err, "# backend: cuda, ") && strstr(err, "\n# card: "),
           "a run: %s", err);
     CHECK(!strstr(err, "pretended"), "a run: %s", line_of(err, "# card"));
@@ -162,7 +162,7 @@ static void test_backends(void) {
     static const char *minis[] = { MINI, "models/gemma4-mini-e-q8_0.gguf" };
     for (size_t i = 0; i < sizeof minis / sizeof *minis; i++) {
         char words[300];
-        snprintf(words, sizeof words, "%s --raw -p Once -n 16 -c 64 --temp 0 -t 1 --backend cpu", minis[i]);
+        snprintf(words, sizeof words, "%s --raw -v -p Once -n 16 -c 64 --temp 0 -t 1 --backend cpu", minis[i]);
         CHECK(gemma4(VISIBLE, NULL, NULL, words) == 0 && strstr(err, "# backend: cpu, "), "--backend cpu: %s", err);
         char *want = strdup(out);
         memcpy(strstr(words, "cpu"), "plain", 6);
@@ -251,7 +251,7 @@ static void test_cards(void) {
 
 static void test_faults(const char *model) {
     char run[1100], as_card[1200];
-    snprintf(run, sizeof run, "%s -p ab --raw -n 1 -c 64 --temp 0 --ignore-eos -t 1", model);
+    snprintf(run, sizeof run, "%s -p ab --raw -v -n 1 -c 64 --temp 0 --ignore-eos -t 1", model);
     snprintf(as_card, sizeof as_card, "%s --card rtx3090", run);
     static const struct { const char *fault, *says, *backend; } unused[] = {
         { "driver", "# cuda: the driver supports CUDA 11.4, but this program was built with CUDA 12.0: no GPU is used; "

@@ -62,7 +62,7 @@ static const struct { const char *name, *value; } favourites[] = {
     { "--session-dir", "folder" }, { "--spec-force", "0.9,0.5" }, { "--history", "new" }, { "-m", "mini.gguf" } };
 
 static const struct { const char *name, *words; } companions[] = {     // flags that need another flag
-    { "--scorer", "--compress 0.3" }, { "--think-budget", "--think" }, { "--history", "-i" }, { "-v", "-i" },
+    { "--scorer", "--compress 0.3" }, { "--think-budget", "--think" }, { "--history", "-i" },
     { "--tree", "-md mtp.gguf" }, { "--tool-choice", "--tools tools.json" }, { "-ctv", "--kv-layout untied" },
     { "--spec-force", "-md dflash.gguf" }, { "--kv-swa", "-ctk f32" }, { "--pflash", "--pflash-from 0" },
     { "--compress", "-f long.txt -c 2000" } };
@@ -181,7 +181,7 @@ static void add_flag(Combination *c, const Flag *f) {
     for (const char *at = f->alias; at && *at; at += strcspn(at, " "), at += strspn(at, " ")) if (!draw(++n)) name = at;
     add_word(c, "%.*s", (int)strcspn(name, " "), name);
     if (f->kind == FLAG_INT || f->kind == FLAG_REAL || (f->kind == FLAG_MAYBE && coin(70))) add_number(c, f);
-    else if (f->kind == FLAG_CHOICE) add_choice(c, f);
+    else if (f->kind == FLAG_CHOICE || (f->kind == FLAG_WORD && coin(70))) add_choice(c, f);
     else if (f->kind == FLAG_TEXT || f->kind == FLAG_LIST) add_text(c, f);
     for (int i = 0; i < N_OF(companions); i++)
         if (!strcmp(companions[i].name, f->name) && coin(80)) add_words(c, companions[i].words);
@@ -201,6 +201,7 @@ static const struct { Verb verb; int share; } shares_of_verbs[] = {    // relati
     { QUANTIZE, 2 } };
 
 static const char *const chats[] = {
+    "Hello\n/set temp 0.5\n/think\n/regen\n/show\n/bye\n", "\"\"\"a\nb\"\"\"\n/verbose\n/set x y\n/?\n",
     "Hello\n/stats\n/exit\n", "Hello\nMore\n", "", "\n\n", "/help\n/nothing\n",
     "/system Be brief.\nHello\n/retry\n/clear\n", "Hello\n/save new.json\n/load new.json\n/load text.txt\n",
     "one \\\ntwo\n/stats\n", "Hello\n/tool {}\n", "\xff\xfe\n/exit now\n", "//x\n/retry\n/system\n/load\n/save\n" };
@@ -224,7 +225,7 @@ static Verb draw_verb(const char **name) {             // NULL: no command
 static void add_stray(Combination *c) {
     static const char *const stray[] = {
         "--nothing", "-", "--", "", "serve", "bench", "mini-e.gguf", "text.txt", "-ngl", "--jinja", "--temp=1",
-        "-x\n" };
+        "-x\n", "--lora", "--fa", "-fa", "--temp=", "--raw=off", "--color", "--color=off", "--keep=4", "run", "help" };
     add_word(c, "%s", ONE_OF(stray));
 }
 
