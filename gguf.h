@@ -751,7 +751,8 @@ static int gguf__metadata(Gguf *g, const uint8_t *bytes, size_t loaded, size_t s
     GGUF__TRY(gguf__need(c, 24, "header"));
     if (memcmp(bytes, "GGUF", 4) != 0)
         return gguf__fail(g, "file", (GgufStr){0}, "E_MAGIC", 0,
-                          "this is not a GGUF file: expected 47 47 55 46 (GGUF), got %02x %02x %02x %02x", bytes[0], bytes[1], bytes[2], bytes[3]);
+                          "this is not a GGUF file: expected 47 47 55 46 (GGUF), got %02x %02x %02x %02x", bytes[0],
+                          bytes[1], bytes[2], bytes[3]);
     c->pos = 4;
     g->version = gguf__u32(c);
     if ((g->version & 0xffff) == 0)

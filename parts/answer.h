@@ -125,7 +125,7 @@ static void print_turn(const Turn *t) {
 
 // Prints the answer's tokens, speed and drafts on one line, for readers who want no more.
 static void print_summary(const Turn *t) {
-    fprintf(stderr, "%s# %d token%s", style.dim, t->made, t->made == 1 ? "" : "s");
+    fprintf(stderr, "# %s%d token%s", style.dim, t->made, t->made == 1 ? "" : "s");
     if (t->steps) fprintf(stderr, ", %.1f tok/s", (t->made - 1) / t->decode_seconds);
     fprintf(stderr, "; prompt %d", t->n_prompt);
     if (t->n_run < t->n_prompt) fprintf(stderr, " (%d cached)", t->n_prompt - t->n_run);

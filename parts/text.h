@@ -131,7 +131,7 @@ static const char *backend_note(const Model *m) {
 // Prints model, backend and context on one line of stderr, and warnings.
 static void print_model(Model *m) {
     const char *card = card_name(m->ops);
-    fprintf(stderr, "%s# %s (%s) on %s%s%s%s, context %d%s\n", style.dim, model_name(m),
+    fprintf(stderr, "# %s%s (%s) on %s%s%s%s, context %d%s\n", style.dim, model_name(m),
             gguf_type_name(m->weights.layer[0].attn_q.type), m->ops->name, *card ? " " : "", card, backend_note(m),
             m->options.n_ctx, style.normal);
     print_warnings(m);

@@ -49,7 +49,8 @@ static double draw_unit(void) { return (double)(draw_bits() >> 11) * 0x1p-53; }
 // Otherwise no flag is treated by name, except for values that only make sense for one flag.
 
 static const struct { const char *name; double most; } bounds[] = {
-    { "-n", 32 }, { "-c", 4096 }, { "-t", 4 }, { "-r", 2 }, { "--chunks", 3 }, { "--needles", 3 }, { "-np", 8 } };
+    { "-n", 32 }, { "-c", 4096 }, { "-t", 4 }, { "-r", 2 }, { "--chunks", 3 }, { "--needles", 3 }, { "-np", 8 },
+    { "--top-logits", 50 } };
 
 static const struct { const char *name, *value; } favourites[] = {
     { "--grammar", "root ::= (\"yes\" | \"no\") \", it is\"" }, { "--grammar", "root ::= \"a\" root" },

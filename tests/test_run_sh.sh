@@ -262,4 +262,46 @@ END
     ok "the link of gemma4-cuda: flags of pkg-config" grep -q -e "-o $tmp/b/gemma4-cuda .*-Wl,-z,relro -lmicrohttpd" "$tmp/out"
 fi
 
+# ---- make install: the program, a manual page, completions ---------------------------
+shared=$tmp/dest/usr/share man=$tmp/dest/usr/share/man/man1/gemma4.1
+if [ -x "$gemma4" ]; then
+    MAKEFLAGS='' make install BIN="$gemma4" DESTDIR="$tmp/dest" PREFIX=/usr >"$tmp/out" 2>"$tmp/err"
+    status=$?
+    ok "make install: exits 0" [ "$status" -eq 0 ]
+    ok "make install: the program" cmp -s "$gemma4" "$tmp/dest/usr/bin/gemma4"
+    ok "make install: a manual page" grep -q '^\.SH FLAGS: sampling$' "$man"
+    ok "the manual page has the flags of commands" grep -q '^\.B \\-np, \\-\\-parallel N$' "$man"
+    ok "the manual page has the chat's commands" grep -q '^\.B /bye ' "$man"
+    ok "the manual page has flags of other programs" grep -q '^\.B \\-ngl ' "$man"
+    if command -v groff >/dev/null 2>&1; then
+        ok "the manual page: no warnings" [ -z "$(groff -man -Tutf8 -ww -z "$man" 2>&1)" ]
+    else
+        skip "no groff: the manual page"
+    fi
+    if command -v bash >/dev/null 2>&1; then
+        completes() { # completes WANT WORD...: what Tab offers for the last word
+            want=$1
+            shift
+            # shellcheck disable=SC2016  # bash expands them
+            got=$(bash -c '. "$1"; shift; COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); _gemma4; echo "${COMPREPLY[@]}"' - \
+                "$shared/bash-completion/completions/gemma4" "$@" 2>"$tmp/err")
+            ok "bash completes '$*' to '$want', got '$got'" [ "$got" = "$want" ]
+        }
+        completes "serve" gemma4 serv
+        completes "--output" gemma4 bench m.gguf --out
+        completes "auto" gemma4 m.gguf --spec a
+        completes "md csv" gemma4 niah m.gguf -o ""
+        completes "--threads" gemma4 serve m.gguf --thr
+    else
+        skip "no bash: its completions"
+    fi
+    if command -v zsh >/dev/null 2>&1; then
+        ok "the completions of zsh: its syntax" zsh -n "$shared/zsh/site-functions/_gemma4"
+    else
+        skip "no zsh: its completions"
+    fi
+else
+    skip "no gemma4 to install"
+fi
+
 finish run_sh

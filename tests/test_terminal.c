@@ -190,7 +190,7 @@ static void test_editor(void) {
     says("/verbose\r", "# verbose is on");
     says("hi\r", "2 tokens generated");
     says("/set quiet\r", "# verbose is off");
-    says("/regen\r", "# 2 tokens");
+    says("/regen\r", "2 tokens, ");
     says("/?\r", "/bye");
     says("/bye\r", "");
     ends("/bye", 0);
@@ -226,6 +226,24 @@ static void test_progress(int columns, const char *want) {
     }
     pty_columns = 0;
     pty_term = "dumb";
+}
+
+// --help fits the terminal: in a narrow one the text is below the names.
+static void test_help(int columns, int indent) {
+    const char *argv[] = { gemma4, "serve", "--help", NULL };
+    int n = 0, longest = 0;
+    pty_columns = columns;
+    if (!CHECK(pty_start(&p, argv, PTY_ALL, NULL), "no terminal")) return;
+    ends("--help", 0);
+    for (const char *line = p.shows; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+        const int length = (int)strcspn(line, "\r\n"), spaces = (int)strspn(line, " ");
+        if (spaces != indent) continue;
+        n++;
+        if (length > longest) longest = length;
+    }
+    CHECK(n > 20 && longest <= columns && longest > columns - 20, "--help in %d columns: %d lines of text, up to %d long",
+          columns, n, longest);
+    pty_columns = 0;
 }
 
 static bool has_colors(const char *color, const char *term, const char *no_color) {
@@ -375,6 +393,8 @@ int main(void) {
         test_progress(80, "# Gemma 4 mini (Q8_0) on cpu, context 8192\n22 - 2 = 20\n");
         test_progress(30, "# Gemma 4 mini (Q8_0) on cpu, context 8192\n22 - 2 = 20\n");
         test_colors();
+        test_help(50, 6);
+        test_help(110, 31);
         test_lines(true);
         test_lines(false);
         test_resize();
