@@ -457,6 +457,37 @@ static void answer_greedy(Model *m, Tokenizer *t, const TokIds *ids, int n_predi
     free(logits);
 }
 
+static void set_biases(Session *s, const TextList *list) {
+    float *bias = parse_biases(list, model_shape(session_model(s)).vocab);
+    session_set_bias(s, bias);
+    free(bias);
+}
+
+// Makes the ids of the prompt of a conversation: its messages and, in a run that is not a chat, the text (n).
+static void conversation_prompt(Chat *c, const Flags *f, const char *text, size_t n, const char *from, TokIds *ids) {
+    Tokenizer *t = session_tokenizer(c->s);
+    GgufJson id;
+    if (f->system) set_system(c, (TokStr){ f->system, strlen(f->system) });
+    if (!c->chatting && calls_waiting(&c->messages, &id))
+        die("--session: %s: the model called a tool; answer with /tool RESULT in a chat; try -i", f->session);
+    if (!c->chatting && tok_add_message(&c->messages, "user", (TokStr){ text, n }) < 0)
+        die("%s: out of memory for a prompt of %zu bytes", from, n);
+    if (render(c, 0, 1, true, ids) == 0) return;
+    if (!strncmp(t->err, "tools", 5)) die("--tools: %s: %s", f->tools, t->err);
+    die("%s: %s", from, t->err);
+}
+
+// Prints what is known before the answer: a line, or with -v all of it.
+static void print_before(Model *m, const Flags *f, const Tokenizer *t, const SampleParams *sampling) {
+    if (!f->verbose) {
+        print_model(m);
+        return;
+    }
+    print_plan(m);
+    if (!f->raw) print_template(t);
+    print_sampling(m, sampling);
+}
+
 static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     size_t n_text = 0, n_tools = 0;
     char *text = read_prompt(f, &n_text);
@@ -470,7 +501,6 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     const Drafting drafting = drafting_of(f, ops, &o);
     Tokenizer tok;
     TokIds ids = { 0 };
-    GgufJson id;
     Model *m = model_open(f->model, ops, o, f->dump);
     check_drafting(m, &drafting);
     model_tokenizer(m, &tok);
@@ -490,33 +520,14 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     if (chatting) measure_pace(m, &tok, &drafting);    // one answer is too short to repay this
     c.s = session_open(m, &tok, 0);
     if (f->session && !resume(&c, !isnan(f->seed))) die("--session: %s", c.err);
-    if (f->raw) {
-        raw_prompt(&c, text, n_text, &ids);
-    } else {
-        if (f->system) set_system(&c, (TokStr){ f->system, strlen(f->system) });
-        if (!chatting && calls_waiting(&c.messages, &id))
-            die("--session: %s: the model called a tool; answer with /tool RESULT in a chat; try -i", f->session);
-        if (!chatting && tok_add_message(&c.messages, "user", (TokStr){ text, n_text }) < 0)
-            die("%s: out of memory for a prompt of %zu bytes", from, n_text);
-        if (render(&c, 0, 1, true, &ids) < 0) {
-            if (!strncmp(tok.err, "tools", 5)) die("--tools: %s: %s", f->tools, tok.err);
-            die("%s: %s", from, tok.err);
-        }
-    }
+    if (f->raw) raw_prompt(&c, text, n_text, &ids);
+    else conversation_prompt(&c, f, text, n_text, from, &ids);
     const int n_ctx = model_options(m)->n_ctx;
     if (ids.n > (size_t)n_ctx && !f->compress)         // in a chat: the system prompt and old messages
         die("%s: the prompt has %zu tokens, but the context only %d; try -c %zu", from, ids.n, n_ctx, ids.n + 512);
 
-    if (o.bias) {
-        float *bias = parse_biases(&f->biases, model_shape(m).vocab);
-        session_set_bias(c.s, bias);
-        free(bias);
-    }
-    if (f->verbose) {
-        print_plan(m);
-        if (!f->raw) print_template(&tok);
-        print_sampling(m, &c.options.sampling);
-    } else print_model(m);
+    if (o.bias) set_biases(c.s, &f->biases);
+    print_before(m, f, &tok, &c.options.sampling);
     read_weights(m, f->check_tensors);                 // before stop_on(): Ctrl-C ends the process at once
     if (!f->greedy) stop_on(SIGINT);                   // the plain loop is ended by the signal itself
     int status = 0;

@@ -138,7 +138,7 @@ ok "an unknown path is not the page" is 404
 
 # ---- one answer ----------------------------------------------------------------------
 run "$model" -p "Tell me a story about a fox." --temp 0 -n 40
-cp "$tmp/out" "$tmp/cli"
+printf '%s' "$(cat "$tmp/out")" >"$tmp/cli"
 ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
 ok "a chat is answered" is 200
 text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/plain"
