@@ -101,6 +101,9 @@ static void print_drafts(const Turn *t) {
             1e3 * d->draft_seconds / d->n_steps, 1e3 * d->verify_seconds / d->n_steps);
 }
 
+// Tokens of the prompt that a cancelled answer has left out.
+static int not_run(const Turn *t) { return t->end == END_CANCELLED && !t->made ? t->n_prompt - t->n_cached - t->n_run : 0; }
+
 static void print_loop(const Turn *t) {
     fprintf(stderr, "# warning: the text repeats itself in a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");
 }
@@ -109,7 +112,8 @@ static void print_turn(const Turn *t) {
     const DraftCount *d = &t->drafts;
     fprintf(stderr, "# prompt: %d tokens in %.3f s, %.1f tok/s", t->n_run, t->prompt_seconds,
             t->n_run / t->prompt_seconds);
-    if (t->n_run < t->n_prompt) fprintf(stderr, "; %d were cached", t->n_prompt - t->n_run);
+    if (t->n_cached) fprintf(stderr, "; %d were cached", t->n_cached);
+    if (not_run(t)) fprintf(stderr, "; %d did not run", not_run(t));
     if (t->density > 0) fprintf(stderr, "; pFlash: attended to %.1f %% of the blocks", 100 * t->density);
     if (t->steps)
         fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps,
@@ -128,7 +132,8 @@ static void print_summary(const Turn *t) {
     fprintf(stderr, "# %s%d token%s", style.dim, t->made, t->made == 1 ? "" : "s");
     if (t->steps) fprintf(stderr, ", %.1f tok/s", (t->made - 1) / t->decode_seconds);
     fprintf(stderr, "; prompt %d", t->n_prompt);
-    if (t->n_run < t->n_prompt) fprintf(stderr, " (%d cached)", t->n_prompt - t->n_run);
+    if (t->n_cached) fprintf(stderr, " (%d cached)", t->n_cached);
+    if (not_run(t)) fprintf(stderr, " (%d did not run)", not_run(t));
     fprintf(stderr, ", %.1f tok/s", t->n_run / t->prompt_seconds);
     if (t->drafts.n_steps && !t->loop)
         fprintf(stderr, "; drafts accepted %d/%d", t->drafts.accepted, t->drafts.drafted);

@@ -13,7 +13,7 @@
 // tokens in steps with drafts, of which a given fraction is accepted at random: the text means nothing, the time does.
 // Every test is run once to warm up, then several times: mean and standard deviation of tokens (vsN: rows) per second.
 
-typedef enum { FORMAT_MD, FORMAT_CSV, FORMAT_JSON, FORMAT_JSONL } Format;
+typedef enum { FORMAT_MD, FORMAT_CSV, FORMAT_JSON, FORMAT_JSONL, FORMAT_SQL } Format;
 
 typedef struct {              // drafts that are accepted at random
     float accept_rate[DRAFT_MAX];      // by depth, of drafts whose parents are all accepted
@@ -195,6 +195,42 @@ static void print_csv(const NamedText *texts, int n_texts, const NamedNumber *nu
     for (int i = 0; i < n_numbers; i++) printf("%.12g%s", numbers[i].value, i + 1 < n_numbers ? "," : "\n");
 }
 
+// Prints a row of the table "test", which the first row creates, as llama-bench names it.
+static void print_sql(const NamedText *texts, int n_texts, const NamedNumber *numbers, int n_numbers, bool head) {
+    if (head) printf("CREATE TABLE IF NOT EXISTS test (");
+    for (int i = 0; i < n_texts && head; i++) printf("%s TEXT, ", texts[i].name);
+    for (int i = 0; i < n_numbers && head; i++) printf("%s REAL%s", numbers[i].name, i + 1 < n_numbers ? ", " : ");\n");
+    printf("INSERT INTO test (");
+    for (int i = 0; i < n_texts; i++) printf("%s, ", texts[i].name);
+    for (int i = 0; i < n_numbers; i++) printf("%s%s", numbers[i].name, i + 1 < n_numbers ? ", " : ") VALUES (");
+    for (int i = 0; i < n_texts; i++) {
+        putchar('\'');
+        for (const char *s = texts[i].value; *s; s++) printf(*s == '\'' ? "\'\'" : "%c", *s);
+        printf("', ");
+    }
+    for (int i = 0; i < n_numbers; i++) printf("%.12g%s", numbers[i].value, i + 1 < n_numbers ? ", " : ");\n");
+}
+
+// The name of the processor as the system knows it; "": it does not. Valid until the next call.
+static const char *cpu_name(void) {
+    static char line[200];
+    char *name = NULL;
+    FILE *f = fopen("/proc/cpuinfo", "r");
+    while (f && !name && fgets(line, sizeof line, f))
+        if (!strncmp(line, "model name", 10) && (name = strchr(line, ':'))) name += 2;
+    if (f) fclose(f);
+    if (name) name[strcspn(name, "\n")] = 0;
+    return name ? name : "";
+}
+
+static const char *time_now(void) {                    // "2026-07-09T12:00:00Z"; valid until the next call
+    static char text[32];
+    const time_t now = time(NULL);
+    struct tm utc;
+    if (!gmtime_r(&now, &utc) || !strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &utc)) text[0] = 0;
+    return text;
+}
+
 // Bytes of this process in memory, with pages of the mapped file; 0: not known. Not the peak, since measuring the
 // bandwidth takes more.
 static size_t resident_memory(void) {
@@ -300,21 +336,29 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
     const NamedText texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
-        { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" }, { "card", card_name(m->ops) } };
+        { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" }, { "card", card_name(m->ops) },
+        { "type_weights", gguf_type_name(m->weights.layer[0].attn_q.type) }, { "build_commit", COMMIT },
+        { "build_compiler", COMPILER }, { "cpu_info", cpu_name() }, { "test_time", time_now() } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     if (o->format == FORMAT_CSV) {
         print_csv(texts, N_TEXTS, numbers, N_NUMBERS, first);
         return;
     }
-    printf(first ? "[\n  {" : ",\n  {");
+    if (o->format == FORMAT_SQL) {
+        print_sql(texts, N_TEXTS, numbers, N_NUMBERS, first);
+        return;
+    }
+    const bool lines = o->format == FORMAT_JSONL;      // an object on each line
+    const char *const gap = lines ? " " : "\n    ";
+    printf(lines ? "{" : first ? "[\n  {" : ",\n  {");
     for (int i = 0; i < N_TEXTS; i++) {
-        printf("%s\n    \"%s\": ", i ? "," : "", texts[i].name);
+        printf("%s%s\"%s\": ", i ? "," : "", i || !lines ? gap : "", texts[i].name);
         print_text(texts[i].value, '\\');
     }
-    for (int i = 0; i < N_NUMBERS; i++) printf(",\n    \"%s\": %.12g", numbers[i].name, numbers[i].value);
-    printf(",\n    \"samples_ts\": [");
+    for (int i = 0; i < N_NUMBERS; i++) printf(",%s\"%s\": %.12g", gap, numbers[i].name, numbers[i].value);
+    printf(",%s\"samples_ts\": [", gap);
     for (int i = 0; i < o->n_runs; i++) printf("%s%.12g", i ? ", " : "", r->speed[i]);
-    printf("]\n  }");
+    printf(lines ? "]}\n" : "]\n  }");
 }
 
 // Runs a test, and prints its result.
@@ -420,6 +464,8 @@ static void print_bench_end(const Bench *b, Format format) {
         printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows that a token reads, once; file and "
                "caches are "
                "warm.\n", b->bandwidth * 1e-9);
+        printf("build: %s (%s); K %s, V %s; %s\n", COMMIT, COMPILER, kv_names[b->m->options.k_type],
+               kv_names[b->m->options.v_type], cpu_name());
     }
     flush_output();
 }

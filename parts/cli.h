@@ -562,7 +562,7 @@ static char *read_key(const char *path) {
     return key;
 }
 
-static const char *const format_names[] = { "md", "csv", "json", "jsonl" };      // indexed by Format
+static const char *const format_names[] = { "md", "csv", "json", "jsonl", "sql" };      // indexed by Format
 
 static int run_ppl(const Flags *f, const Ops *ops, ModelOptions o) {
     PplOptions p = { .n_ctx = f->n_ctx < 0 ? 512 : (int)f->n_ctx, .stride = (int)f->stride,

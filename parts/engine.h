@@ -161,7 +161,8 @@ typedef struct {              // result of one session_next(); its texts and ids
 } Event;
 
 typedef struct {              // statistics of an answer
-    int         n_prompt, n_run;       // tokens of the prompt, and those that were not in the cache
+    int         n_prompt, n_cached;    // tokens of the prompt, and those of them that were in the cache
+    int         n_run;                 // and those that have run: the rest, unless the answer was cancelled
     int         made, steps;           // tokens generated, decoding steps
     int         thought_tokens;        // of those generated; set at the end
     int         shifts;                // times the context was full

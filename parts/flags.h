@@ -271,7 +271,7 @@ static const Flag flags[] = {
       "quick" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000,
       "repetitions of each test; default 5" },
-    { "-o", "--output", "md|csv|json", FLAG_CHOICE, BENCH, FIELD(out), 0, 0, "output format; default md" },
+    { "-o", "--output", "md|csv|json|jsonl|sql", FLAG_CHOICE, BENCH, FIELD(out), 0, 0, "output format; default md" },
     { "-p", "--n-prompt", "N,..", FLAG_TEXT, NIAH, FIELD(prompts), 0, 0,
       "prompt tokens; default 1024,2048,4096" },
     { "-d", "--depth", "P,..", FLAG_TEXT, NIAH, FIELD(depths), 0, 0,

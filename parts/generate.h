@@ -424,6 +424,7 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->shifted = (Event){ .kind = EVENT_SHIFT };
     m->ops->copy(&(Copy){ m->s.params + s->seq, &s->options.sampling, sizeof s->options.sampling, COPY_IN });
     set_prompt(s, p->ids, p->n);
+    s->turn.n_cached = (int)s->held.n;
     s->checkpoint_at = p->checkpoint_at < p->n && copy_rings(m, s->seq, NULL, COPY_OUT) ? p->checkpoint_at : 0;
     return true;
 }
