@@ -102,7 +102,9 @@ static void print_drafts(const Turn *t) {
 }
 
 // Tokens of the prompt that a cancelled answer has left out.
-static int not_run(const Turn *t) { return t->end == END_CANCELLED && !t->made ? t->n_prompt - t->n_cached - t->n_run : 0; }
+static int not_run(const Turn *t) {
+    return t->end == END_CANCELLED && !t->made ? t->n_prompt - t->n_cached - t->n_run : 0;
+}
 
 static void print_loop(const Turn *t) {
     fprintf(stderr, "# warning: the text repeats itself in a loop of %d token%s\n", t->loop, t->loop == 1 ? "" : "s");

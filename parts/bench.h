@@ -22,13 +22,17 @@ typedef struct {              // drafts that are accepted at random
 
 typedef struct {
     IntList prompts, generated, rows, depths;          // an element 0 of the first three skips that test
+    IntList pair_prompts, pair_generated;              // tests of a prompt and then generation
+    int n_printed;            // rows that runs before this one have printed
+    bool is_last;             // no run follows
+    bool shows_types;         // of the KV cache, in the table
     Forced forced;
     int n_runs;
     bool random_fill;
     Format format;
 } BenchOptions;
 
-typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST, FORCED_TEST } BenchKind;
+typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST, FORCED_TEST, PAIR_TEST } BenchKind;
 enum { VERIFY_STEPS = 32 };   // steps of a verification run
 
 typedef struct {
@@ -41,6 +45,7 @@ typedef struct {
     bool     has_joules;      // the device reports the energy it uses
     size_t   free_before;     // free bytes of the device before the model was loaded
     int      n_printed;
+    int      n_first;         // PAIR_TEST: tokens of the prompt
     Forced   forced;
     double   draft_seconds, verify_seconds;            // of the last run with drafts
     int      n_steps, n_made;                          // its steps with drafts; tokens made
@@ -64,9 +69,10 @@ static void bench_forced(Bench *b, int n) {
             m->step_rows[r] = (StepRow){ .token = pass ? ON_DEVICE : b->ids[0], .output = true };
         if (!pass) step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->step_rows }, 1);
         issue_verification(m, &seg, 1, depth, &(int32_t){ 1 + accepted });
+        if (!m->ops->fence) read_result(m);            // a step ends before step() returns, and none is issued ahead
         for (int r = 0; r <= depth; r++) m->step_rows[r].token = ON_DEVICE;
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1 + depth, .rows = m->step_rows }, 1);
-        read_result(m);
+        if (m->ops->fence) read_result(m);
         if (pass) {
             b->verify_seconds += v->verified - began;
             b->draft_seconds += v->drafted - v->verified;
@@ -114,6 +120,10 @@ static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
     if (kind == GENERATE_TEST) bench_steps(b, n, 1, true);
     if (kind == VERIFY_TEST) bench_steps(b, VERIFY_STEPS, n, false);
     if (kind == PROMPT_TEST && n) bench_prompt(b, n, what);
+    if (kind == PAIR_TEST) {
+        bench_prompt(b, b->n_first, NULL);
+        bench_steps(b, n - b->n_first, 1, true);
+    }
     b->m->ops->wait();
     return seconds() - start;
 }
@@ -274,17 +284,19 @@ static void model_size(const Model *m, double *bytes, double *params) {
     }
 }
 
-static void print_markdown_head(const Bench *b, int width) {           // width: of the column "test"
+static void print_markdown_head(const Bench *b, const BenchOptions *o, int width) {    // width: of the column "test"
     const bool launches = b->m->ops->launches != NULL;
     const char *line = "------------------------------";
     printf("| %-30s | %10s | %10s | %-10s | %7s | %*s | %20s | %18s |", "model", "size", "params", "backend", "threads",
            width, "test", "t/s", "GB/s (of memory)");
     if (launches) printf(" %8s |", "launches");
     if (b->has_joules) printf(" %7s |", "J/token");
+    if (o->shows_types) printf(" type_k | type_v |");
     printf("\n| %s | ---------: | ---------: | ---------- | ------: | %.*s: | -------------------: | "
            "-----------------: |", line, width - 1, line);
     if (launches) printf(" -------: |");
     if (b->has_joules) printf(" ------: |");
+    if (o->shows_types) printf(" ------ | ------ |");
     printf("\n");
 }
 
@@ -294,7 +306,7 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
     const int width = o->random_fill ? 30 : 15;
     double bytes, params;
     char size[32], count[32], speed[48], read_rate[48] = "";
-    if (first) print_markdown_head(b, width);
+    if (first) print_markdown_head(b, o, width);
     model_size(m, &bytes, &params);
     snprintf(size, sizeof size, "%.2f %s", bytes / (bytes < 0x1p30 ? 0x1p20 : 0x1p30), bytes < 0x1p30 ? "MiB" : "GiB");
     snprintf(count, sizeof count, "%.2f %s", params / (params < 1e9 ? 1e6 : 1e9), params < 1e9 ? "M" : "B");
@@ -310,6 +322,7 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
     if (op->launches && r->kind != PROMPT_TEST) printf(" %8.1f |", r->per_step);
     if (op->launches && r->kind == PROMPT_TEST) printf(" %8s |", "");          // cuBLAS does not tell what it launches
     if (b->has_joules) printf(" %7.3f |", r->joules);
+    if (o->shows_types) printf(" %-6s | %-6s |", kv_names[m->options.k_type], kv_names[m->options.v_type]);
     printf("\n");
 }
 
@@ -320,8 +333,10 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
     model_size(m, &bytes, &params);
     const NamedNumber numbers[] = {
         { "model_size", bytes }, { "model_n_params", params }, { "n_ubatch", m->options.n_batch },
-        { "n_threads", count_threads() }, { "n_prompt", r->kind == PROMPT_TEST ? r->n : 0 },
-        { "n_gen", r->kind == GENERATE_TEST || r->kind == FORCED_TEST ? r->n : 0 }, { "n_depth", b->depth },
+        { "n_threads", count_threads() },
+        { "n_prompt", r->kind == PAIR_TEST ? b->n_first : r->kind == PROMPT_TEST ? r->n : 0 },
+        { "n_gen", r->kind == PAIR_TEST ? r->n - b->n_first :
+                   r->kind == GENERATE_TEST || r->kind == FORCED_TEST ? r->n : 0 }, { "n_depth", b->depth },
         { "avg_ts", r->mean }, { "stddev_ts", r->sd }, { "read_bytes_per_s", r->rate },
         { "bandwidth_bytes_per_s", b->bandwidth }, { "planned_bytes", (double)planned_memory(m) },
         { "resident_bytes", (double)resident_memory() }, { "n_verify", r->kind == VERIFY_TEST ? r->n : 0 },
@@ -338,7 +353,8 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
         { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" }, { "card", card_name(m->ops) },
         { "type_weights", gguf_type_name(m->weights.layer[0].attn_q.type) }, { "build_commit", COMMIT },
-        { "build_compiler", COMPILER }, { "cpu_info", cpu_name() }, { "test_time", time_now() } };
+        { "build_compiler", COMPILER }, { "cpu_info", cpu_name() }, { "test_time", time_now() },
+        { "model_draft", m->drafter->kind == DRAFTER_NONE ? "" : m->drafter->gguf.path } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     if (o->format == FORMAT_CSV) {
         print_csv(texts, N_TEXTS, numbers, N_NUMBERS, first);
@@ -363,14 +379,15 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
 
 // Runs a test, and prints its result.
 static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
-    static const char *const kinds[] = { "pp", "tg", "vs", "tg" };
+    static const char *const kinds[] = { "pp", "tg", "vs", "tg", "pp" };
     Model *m = b->m;
     const Ops *op = m->ops;
     double *speed = alloc_or_die(o->n_runs, sizeof *speed);
     BenchResult r = { .n = n, .kind = kind, .filled = b->depth && o->random_fill, .speed = speed };
     const int n_steps = kind == GENERATE_TEST ? n : kind == VERIFY_TEST ? VERIFY_STEPS : 0;
     const int n_rows = kind == VERIFY_TEST ? VERIFY_STEPS * n : n;
-    const int at = snprintf(r.name, sizeof r.name, "%s%d", kinds[kind], n);
+    int at = snprintf(r.name, sizeof r.name, "%s%d", kinds[kind], kind == PAIR_TEST ? b->n_first : n);
+    if (kind == PAIR_TEST) at += snprintf(r.name + at, sizeof r.name - (size_t)at, "+tg%d", n - b->n_first);
     if (b->depth)
         snprintf(r.name + at, sizeof r.name - (size_t)at, " @ d%d%s", b->depth, r.filled ? " (random fill)" : "");
     if (kind == FORCED_TEST) strcat(r.name, " (forced)");
@@ -412,6 +429,8 @@ static void bench_limits(const BenchOptions *b, ModelOptions *o) {
     int max_n = 1, max_depth = 0, max_rows = 0;
     for (int i = 0; i < b->prompts.count; i++) max_n = max_int(max_n, b->prompts.n[i]);
     for (int i = 0; i < b->generated.count; i++) max_n = max_int(max_n, b->generated.n[i]);
+    for (int i = 0; i < b->pair_prompts.count; i++)
+        max_n = max_int(max_n, b->pair_prompts.n[i] + b->pair_generated.n[i]);
     for (int i = 0; i < b->rows.count; i++) max_rows = max_int(max_rows, b->rows.n[i]);
     if (b->forced.depth) max_rows = max_int(max_rows, b->forced.depth + 1);
     for (int i = 0; i < b->depths.count; i++) max_depth = max_int(max_depth, b->depths.n[i]);
@@ -454,6 +473,14 @@ static void bench_list(Bench *b, const BenchOptions *o, const IntList *list, Ben
     }
 }
 
+// Runs the tests of -pg.
+static void bench_pairs(Bench *b, const BenchOptions *o) {
+    for (int k = 0; k < o->pair_prompts.count; k++) {
+        b->n_first = o->pair_prompts.n[k];
+        bench_test(b, o, b->n_first + o->pair_generated.n[k], PAIR_TEST);
+    }
+}
+
 static void print_bench_end(const Bench *b, Format format) {
     const double gib = 1 << 30, planned = (double)planned_memory(b->m), device = (double)device_memory(b);
     if (format == FORMAT_JSON) printf("%s]\n", b->n_printed ? "\n" : "[");
@@ -464,14 +491,14 @@ static void print_bench_end(const Bench *b, Format format) {
         printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows that a token reads, once; file and "
                "caches are "
                "warm.\n", b->bandwidth * 1e-9);
-        printf("build: %s (%s); K %s, V %s; %s\n", COMMIT, COMPILER, kv_names[b->m->options.k_type],
-               kv_names[b->m->options.v_type], cpu_name());
+        printf("build: %s (%s), %s\n", COMMIT, COMPILER, cpu_name());
     }
     flush_output();
 }
 
-static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const BenchOptions *b) {
-    Bench bench = { .m = alloc_or_die(1, sizeof *bench.m), .forced = b->forced };
+// Returns the number of rows that were printed, those of earlier runs included.
+static int verb_bench(const char *model, const Ops *ops, ModelOptions o, const BenchOptions *b) {
+    Bench bench = { .m = alloc_or_die(1, sizeof *bench.m), .forced = b->forced, .n_printed = b->n_printed };
     Model *m = bench.m;
     size_t total;
     bench_limits(b, &o);
@@ -492,16 +519,18 @@ static void verb_bench(const char *model, const Ops *ops, ModelOptions o, const 
         bench_to_depth(&bench, b->depths.n[i], b->random_fill);
         bench_list(&bench, b, &b->prompts, PROMPT_TEST);
         bench_list(&bench, b, &b->generated, GENERATE_TEST);
+        bench_pairs(&bench, b);
         if (b->forced.depth) bench_list(&bench, b, &b->generated, FORCED_TEST);
         bench_list(&bench, b, &b->rows, VERIFY_TEST);
         copy_rings(m, 0, bench.rings, COPY_IN);
         set_length(m, 0, bench.depth);
     }
-    print_bench_end(&bench, b->format);
+    if (b->is_last) print_bench_end(&bench, b->format);
     free(bench.ids);
     free(bench.rings);
     free_model(m);
     free(m);
+    return bench.n_printed;
 }
 
 // ==== [2] Check ======================================================================================================

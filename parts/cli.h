@@ -669,13 +669,67 @@ static ModelOptions plan_options(const Flags *f) {
     return o;
 }
 
-static void run_bench(const Flags *f, const Ops *ops, ModelOptions o) {
+// Splits words separated by commas; if text is NULL, the list has one word, NULL. choices: what they may be, or NULL.
+static TextList split_words(const char *flag, const char *text, const char *choices) {
+    TextList list = { alloc_or_die(text ? strlen(text) + 1 : 1, sizeof *list.text), 1 };
+    if (!text) return list;
+    char *copy = alloc_or_die(strlen(text) + 1, 1), *rest = strcpy(copy, text);
+    list.n = 0;
+    for (char *word; (word = strsep(&rest, ",")); ) {
+        if (!*word || (choices && !is_listed(choices, word)))
+            die("%s: expected %s, several separated by commas, got '%s'", flag, choices ? choices : "file names", text);
+        list.text[list.n++] = word;
+    }
+    return list;
+}
+
+// Measures all combinations of the values of -t, -ctk, -ctv and -md. All threads are started already.
+static void run_bench(const Flags *f, const Ops *ops) {
     BenchOptions b = { .prompts = parse_list("-p", f->prompts, 512), .generated = parse_list("-n", f->generated, 128),
                        .rows = parse_list("--rows", f->rows, 0), .depths = parse_list("-d", f->depths, 0),
-                       .n_runs = (int)f->n_runs, .forced = parse_forced(f), .random_fill = is_choice(f->fill, "random"),
+                       .n_runs = (int)f->n_runs, .random_fill = is_choice(f->fill, "random"),
+                       .shows_types = f->k_types || f->v_types,
                        .format = (Format)number_of(f->out, format_names, FORMAT_MD) };
-    if (f->force) o.draft_depth = b.forced.depth;
-    verb_bench(f->model, ops, o, &b);
+    const IntList threads = parse_list("-t", f->threads, count_threads());
+    const TextList k = split_words("-ctk", f->k_types, KV_TYPES), v = split_words("-ctv", f->v_types, KV_TYPES);
+    const TextList drafters = split_words("-md", f->drafters, NULL);
+    for (int i = 0; i < f->pairs.n; i++) {
+        const IntList pair = parse_list("-pg", f->pairs.text[i], 0);
+        if (pair.count != 2 || !pair.n[0] || !pair.n[1] || b.pair_prompts.count == 32)
+            die("-pg: expected at most 32 pairs P,G of integers from 1, got '%s'", f->pairs.text[i]);
+        b.pair_prompts.n[b.pair_prompts.count++] = pair.n[0];
+        b.pair_generated.n[b.pair_generated.count++] = pair.n[1];
+    }
+    const int n = threads.count * k.n * v.n * drafters.n;
+    for (int i = 0; i < n; i++) {
+        Flags one = *f;
+        const int t = threads.n[i % threads.count];
+        one.k_type = k.text[i / threads.count % k.n];
+        one.v_type = v.text[i / threads.count / k.n % v.n];
+        one.drafter = drafters.text[i / threads.count / k.n / v.n];
+        ModelOptions o = plan_options(&one);
+        plan_drafting(&one, &o, 1);
+        b.forced = parse_forced(&one);
+        b.is_last = i + 1 == n;
+        if (f->force) o.draft_depth = b.forced.depth;
+        use_threads(t);
+        if (n > 1)
+            fprintf(stderr, "# -t %d -ctk %s -ctv %s%s%s\n", t, kv_names[o.k_type], kv_names[o.v_type],
+                    one.drafter ? " -md " : "", one.drafter ? one.drafter : "");
+        b.n_printed = verb_bench(f->model, ops, o, &b);
+    }
+}
+
+// The most threads that any run needs; 0: one per core.
+static int threads_to_start(const Flags *f) {
+    const IntList list = parse_list("-t", f->threads, 0);
+    int most = (int)f->n_threads;
+    for (int i = 0; i < list.count; i++) {
+        if (f->threads && (list.n[i] < 1 || list.n[i] > MAX_THREADS))
+            die("-t: expected integers from 1 to %d, got '%s'", MAX_THREADS, f->threads);
+        most = max_int(most, list.n[i]);
+    }
+    return most;
 }
 
 static void run_logits(const Flags *f, const Ops *ops, ModelOptions o) {
@@ -741,17 +795,17 @@ static int command_line(int argc, char **argv) {
     if (*(const uint8_t *)&one != 1) die("gemma4 needs a little-endian machine");
     if (!f.model && f.verb == VIEW) die("expected the folder of a dump; try gemma4 view DIR >page.html");
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
-    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN | VIEW))) start_threads((int)f.n_threads);
+    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN | VIEW))) start_threads(threads_to_start(&f));
     if (run_file_verb(&f)) return 0;
 
     const Ops *ops = choose_ops(&f);
     ModelOptions o = plan_options(&f);
     const Ops *judge = is_choice(f.against, "reference") ? reference_ops() : cpu_ops();
-    if (f.verb & (PLAN | BENCH)) plan_drafting(&f, &o, 1);
+    if (f.verb == PLAN) plan_drafting(&f, &o, 1);
     switch (f.verb) {
     case SERVE: verb_serve(&f, ops, o); break;
     case PLAN:  verb_plan(f.model, ops, o); break;
-    case BENCH: run_bench(&f, ops, o); break;
+    case BENCH: run_bench(&f, ops); break;
     case NIAH:  run_niah(&f, ops, o); break;
     case CHECK: status = verb_check(f.model, ops, judge, o); break;
     case PPL:   status = run_ppl(&f, ops, o); break;
@@ -760,6 +814,7 @@ static int command_line(int argc, char **argv) {
     }
     free(f.stops.text);
     free(f.biases.text);
+    free(f.pairs.text);
     return status;
 }
 #endif

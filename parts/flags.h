@@ -56,7 +56,9 @@ typedef struct {
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
-    const char *prompts, *generated, *rows, *depths;      // bench: lists of numbers
+    const char *prompts, *generated, *rows, *depths, *threads;         // bench: lists of numbers
+    const char *k_types, *v_types, *drafters;   // bench: lists of words
+    TextList pairs;
     const char *fill, *svg, *scorer, *card, *backend;
     const char *host, *api_key, *api_key_file, *alias, *session_dir;   // serve
     double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
@@ -90,7 +92,7 @@ typedef struct {
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0,
       "model file or Hugging Face folder, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | BENCH | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1,
       MAX_THREADS, "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file before the start and reject NaN or Inf weights; default: off" },
@@ -162,7 +164,7 @@ static const Flag flags[] = {
       "constrain the answer to JSON that matches this schema; '{}': any JSON; default: none" },
     { "-jf", "--json-schema-file", "FILE", FLAG_TEXT, GENERATE, FIELD(schema_file), 0, 0,
       "read the schema from this file; default: none" },
-    { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, DRAFTS, FIELD(drafter), 0, 0,
+    { "-md", "--model-draft --spec-draft-model", "FILE", FLAG_TEXT, ANSWERS | PLAN, FIELD(drafter), 0, 0,
       "draft model (MTP or DFlash) for speculative decoding; output is unchanged; default: none" },
     { "--spec", "--spec-type", "off|mtp|dflash|ngram|ngram-mod|grammar|auto", FLAG_CHOICE, ANSWERS, FIELD(spec), 0, 0,
       "speculation method: off; mtp, dflash: the draft model, always --draft-max tokens; ngram: what followed the "
@@ -183,9 +185,9 @@ static const Flag flags[] = {
       "most 8192; ppl: ids per chunk, 512" },
     { "--context-shift", NULL, NULL, FLAG_ON, GENERATE, FIELD(shift), 0, 0,
       "when the context is full, drop its older half except the system prompt and continue; default: stop" },
-    { "-ctk", "--cache-type-k", KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(k_type), 0, 0,
+    { "-ctk", "--cache-type-k", KV_TYPES, FLAG_CHOICE, PLANS | CHECK | NIAH, FIELD(k_type), 0, 0,
       "KV cache type of K, global layers; default f16, for logits and check f32" },
-    { "-ctv", "--cache-type-v", KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(v_type), 0, 0,
+    { "-ctv", "--cache-type-v", KV_TYPES, FLAG_CHOICE, PLANS | CHECK | NIAH, FIELD(v_type), 0, 0,
       "KV cache type of V, global layers; if K and V are stored as one, another type than K's needs --kv-layout "
       "untied; default: K's type" },
     { "--kv-swa", NULL, KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
@@ -259,6 +261,16 @@ static const Flag flags[] = {
       "prompt tokens; default 512; 0: none" },
     { "-n", "--n-gen", "N,..", FLAG_TEXT, BENCH, FIELD(generated), 0, 0,
       "tokens to generate; default 128; 0: none" },
+    { "-pg", NULL, "P,G", FLAG_LIST, BENCH, FIELD(pairs), 0, 0,
+      "a test of P prompt tokens and then G generated ones; may be repeated; default: none" },
+    { "-t", "--threads", "N,..", FLAG_TEXT, BENCH, FIELD(threads), 0, 0,
+      "CPU threads; of several values, here and below, all combinations are measured; default: one per core" },
+    { "-ctk", "--cache-type-k", "TYPE,..", FLAG_TEXT, BENCH, FIELD(k_types), 0, 0,
+      "KV cache types of K, global layers: " KV_TYPES "; default f16" },
+    { "-ctv", "--cache-type-v", "TYPE,..", FLAG_TEXT, BENCH, FIELD(v_types), 0, 0,
+      "KV cache types of V; default: K's type" },
+    { "-md", "--model-draft --spec-draft-model", "FILE,..", FLAG_TEXT, BENCH, FIELD(drafters), 0, 0,
+      "draft models, for --spec-force; default: none" },
     { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
       "verification steps of N rows, 1 to 64, repeated at the same depth; default 0: none" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,

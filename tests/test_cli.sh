@@ -349,7 +349,7 @@ while read -r names; do
         "--tree "*) good=8 bad=64 ;;
         "--lazy-draft "*) ;;
         "--spec-force "*) verb=bench good=0.7,0.5 bad=2 plain="-r 1 -p 0 -n 2 -md $drafter" ;;
-        "-p --n-prompt " | "-n --n-gen " | "-d --n-depth " | "-r --repetitions " | "--rows " | "--fill " | \
+        "-p --n-prompt " | "-n --n-gen " | "-d --n-depth " | "-r --repetitions " | "--rows " | "--fill " | "-pg " | \
         "--pflash-density ") continue ;;                                                               # of bench, below
         "--last ") verb=view plain='' file="$tmp/dump" good=8 bad=0 ;;
         "--chunks ") verb=ppl plain="-f $tmp/long.txt -c 64" good=2 bad=-1 ;;
@@ -648,7 +648,23 @@ for flag in -f --tools; do
 done
 error "--rows: expected at most 64" bench "$model" --rows 65
 error "--fill: expected prompt|random" bench "$model" --fill zeros
-error "-o: expected md|csv|json" bench "$model" -o sql
+error "-o: expected md|csv|json" bench "$model" -o xml
+run bench "$model" -t 1,2 -ctk f16,q8_0 -p 2 -n 0 -r 1 -pg 3,2
+ok "bench: a list for -t and -ctk: all combinations" [ "$(grep -cE '\| +[12] \| +pp2 .* (f16|q8_0) +\| (f16|q8_0) +\|$' "$tmp/out")" -eq 4 ]
+ok "bench: one head" [ "$(grep -c '^| model' "$tmp/out")" -eq 1 ]
+ok "bench: -pg" [ "$(grep -c '| *pp3+tg2 |' "$tmp/out")" -eq 4 ]
+ok "bench: a build line" grep -qE '^build: [^ ]+ \(.+\), ' "$tmp/out"
+run bench "$model" -md $drafter,models/gemma4-mini-dflash-q8_0.gguf --spec-force 1 -p 0 -n 2 -r 1 -o jsonl
+ok "bench: -md A,B and jsonl: a line for each test" lines out 4
+ok "bench: jsonl: objects that name the draft model" [ "$(grep -c '^{"model_filename": .*"model_draft": "models/.*\]}$' "$tmp/out")" -eq 4 ]
+run bench "$model" -p 2 -n 2 -r 1 -t 1,2 -o json
+ok "bench: one list of several runs" [ "$(grep -c '^\[$' "$tmp/out")$(grep -c '^\]$' "$tmp/out")$(grep -c n_threads "$tmp/out")" = 114 ]
+run bench "$model" -p 2 -n 2 -r 1 -o sql
+ok "bench: sql: a table and two rows" [ "$(sed 's/ .*//' "$tmp/out" | tr '\n' ' ')" = "CREATE INSERT INSERT " ]
+for flag in "-t 0" "-t x" "-t 5000" "-ctk q9" "-ctk f16," "-pg 5" "-pg 5,0" "-pg 1,2,3"; do
+    # shellcheck disable=SC2086  # a flag and a value
+    error "${flag%% *}: expected" bench "$model" $flag
+done
 error "-c is not a bench option" bench "$model" -c 100
 error "--temp is not a bench option" bench "$model" --temp 0
 error "-d: expected at most" bench "$model" -d 16777216

@@ -57,6 +57,7 @@ static const struct { const char *name, *value; } favourites[] = {
     { "--grammar-file", "form.gbnf" }, { "-j", "{}" }, { "-j", "{\"enum\":[\"red\",\"green\"]}" },
     { "-jf", "schema.json" }, { "--tools", "tools.json" }, { "--tools", "tools.json" },
     { "--tool-choice", "required" }, { "--tool-choice", "weather" }, { "-md", "mtp.gguf" }, { "-md", "dflash.gguf" },
+    { "-ctk", "q8_0,f16" }, { "-ctv", "f16" }, { "-pg", "8,2" }, { "-md", "mtp.gguf,dflash.gguf" },
     { "-md", "mtp.gguf" }, { "-md", "dflash.gguf" }, { "-l", "5-inf,7+2.5" }, { "--scorer", "mini.gguf" },
     { "--ids", "ids.i32" }, { "-o", "new" }, { "--session", "new" }, { "--session", "session" }, { "-f", "text.txt" },
     { "-f", "long.txt" }, { "--kld-base", "new" }, { "--api-key-file", "text.txt" }, { "--dump", "folder" },
