@@ -121,11 +121,13 @@ static void load_config(Config *c, Gguf *g) {
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
     if (is_draft_architecture(arch))
-        die("%s: this is a draft model (%s); type gemma4 MODEL.gguf -md %s (E_META_RANGE)", g->path, shown(arch),
-            g->path);
+        die("%s: this is a draft model; type gemma4 MODEL.gguf -md %s; key 'general.architecture': %s (E_META_RANGE)",
+            g->path, g->path, shown(arch));
+    if (!arch.n)
+        die("%s: the file does not say which model it is; key 'general.architecture': missing (E_META_RANGE)", g->path);
     if (!str_is(arch, "gemma4"))
-        die("%s: this is a %s model; gemma4 runs Gemma 4 models only (E_META_RANGE)", g->path,
-            arch.n ? shown(arch) : "nameless");
+        die("%s: this is a %s model; gemma4 runs Gemma 4 models only; key 'general.architecture' (E_META_RANGE)",
+            g->path, shown(arch));
 
     memset(c, 0, sizeof *c);
     c->n_layers    = (int)key_int(g, "gemma4.block_count", 1, MAX_LAYERS, 0);

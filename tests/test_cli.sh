@@ -249,10 +249,10 @@ error "--grammar-file: $tmp/missing.gbnf" "$model" -p hi --grammar-file "$tmp/mi
 error "--json-schema-file: $tmp/missing.json" "$model" -p hi --json-schema-file "$tmp/missing.json"
 error "--grammar: grammar: line 2: " "$model" -p hi --grammar 'root ::= a
 a ::= ('
-error "--json-schema: schema: #/properties/x/not: " "$model" -p hi -j '{"properties":{"x":{"not":{}}}}'
+error "--json-schema: schema: #/pattern: " "$model" -p hi -j '{"type":"string","pattern":"("}'
 error "--json-schema: schema: byte 1: " "$model" -p hi -j '{'
 sed 's/"type":"string"/"not":{}/' "$tmp/tools.json" >"$tmp/not.json"
-error "tools[0].parameters: #/properties/city/not: " "$model" -p hi --tools "$tmp/not.json" --tool-choice required
+error "--tool-choice: grammar: no text matches it" "$model" -p hi --tools "$tmp/not.json" --tool-choice required
 
 # ---- tokenize, detokenize ------------------------------------------------------------
 tokens() { # tokens FILE IDS ARGUMENTS...: tokenize must print these ids, and detokenize the text
