@@ -249,7 +249,7 @@ error "--grammar-file: $tmp/missing.gbnf" "$model" -p hi --grammar-file "$tmp/mi
 error "--json-schema-file: $tmp/missing.json" "$model" -p hi --json-schema-file "$tmp/missing.json"
 error "--grammar: grammar: line 2: " "$model" -p hi --grammar 'root ::= a
 a ::= ('
-error "--json-schema: schema: #/pattern: " "$model" -p hi -j '{"type":"string","pattern":"("}'
+error "--json-schema: schema: #/properties/x/type: " "$model" -p hi -j '{"properties":{"x":{"type":"strin"}}}'
 error "--json-schema: schema: byte 1: " "$model" -p hi -j '{'
 sed 's/"type":"string"/"not":{}/' "$tmp/tools.json" >"$tmp/not.json"
 error "--tool-choice: grammar: no text matches it" "$model" -p hi --tools "$tmp/not.json" --tool-choice required
