@@ -94,7 +94,7 @@ async function say(message, answer) {
     for (let i = 0; i < 1200; i++, await new Promise((r) => setTimeout(r, 50))) if (f()) return f();
     return null;
   };
-  const input = await until(() => document.getElementById("input"));
+  const input = await until(() => document.getElementById("model")?.textContent && document.getElementById("input"));
   if (!input) return document.body.textContent;
   input.value = message;
   input.dispatchEvent(new Event("input", { bubbles: true }));
