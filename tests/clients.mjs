@@ -3,11 +3,19 @@
 import { createRequire } from "node:module";
 import net from "node:net";
 import path from "node:path";
-const require = createRequire(path.resolve(process.argv[4], "x"));
+import { readFileSync, writeFileSync } from "node:fs";
+import { agentTries } from "./agents.mjs";
+import { cityArguments, rows } from "./rows.mjs";
+import { features, rowName, write } from "./table.mjs";
+const folder = path.resolve(process.argv[4]);
+writeFileSync(path.join(folder, "need.mjs"), "export default (name) => import(name);   // from here, since it finds what is here\n");
+const need = (await import(path.join(folder, "need.mjs"))).default;
+const require = createRequire(path.join(folder, "x"));
 const { OpenAI } = require("openai");
 const Anthropic = require("@anthropic-ai/sdk").default ?? require("@anthropic-ai/sdk");
 const { Ollama } = require("ollama");
 const [url, apiKey] = process.argv.slice(2, 4);
+const context = (await (await fetch(`${url}/props`, { headers: { "x-api-key": apiKey } })).json()).default_generation_settings.n_ctx;
 let passed = 0, failed = 0;
 
 function ok(name, condition, got) {
@@ -19,20 +27,28 @@ async function throws(name, kind, status, promise) {
   try { ok(name, false, await promise); }
   catch (e) { ok(name, e instanceof kind && e.status === status && e.message.length > 10, `${e.constructor.name} ${e.message}`); return e; }
 }
-async function untilIdle(name) {                       // waits until what was cancelled is gone, a minute at most
+async function counted(name) {                          // a counter of the server
+  const text = await (await fetch(`${url}/metrics`, { headers: { "x-api-key": apiKey } })).text();
+  return Number(new RegExp(`^${name} (\\d+)$`, "m").exec(text)[1]);
+}
+async function untilIdle() {                            // waits until what was cancelled is gone, a minute at most
   for (let i = 0; i < 1200; i++) {
-    const text = await (await fetch(`${url}/metrics`, { headers: { "x-api-key": apiKey } })).text();
-    if (/^gemma4_requests_running 0$/m.test(text)) return ok(name, true);
+    if (await counted("gemma4_requests_running") === 0) return true;
     await new Promise((r) => setTimeout(r, 50));
   }
-  ok(name, false, "a request that runs");
+  return false;
 }
+const endsSoon = async (name) => ok(name, await untilIdle(), "a request that runs");
 
 const story = [{ role: "user", content: "Tell me a story about a fox." }];
 const weather = [{ role: "user", content: "What is the weather in Paris?" }];
+const name = [{ role: "user", content: "Who are you?" }];
+const sum = [{ role: "user", content: "What is 2 + 2?" }];
+const endless = "Write the word fox 1000 times:" + " fox".repeat(40);   // the answer to which has no end
+const sunny = { type: "object", properties: { sunny: { type: "boolean" } }, required: ["sunny"], additionalProperties: false };
 const long = [{ role: "user", content: "The fox ran over the hill and saw a bird. ".repeat(60) }];
-const tooLong = [{ role: "user", content: "The fox ran over the hill. ".repeat(3000) }];
-const oneCity = { type: "object", properties: { city: { enum: ["Paris"] } }, required: ["city"], additionalProperties: false };
+const tooLong = [{ role: "user", content: "The fox ran over the hill. ".repeat(context / 3) }];
+const oneCity = { type: "object", properties: { city: { type: "string", enum: ["Paris"] } }, required: ["city"], additionalProperties: false };
 const schema = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
 const greedy = { model: "any", temperature: 0 };
 
@@ -108,12 +124,12 @@ async function openai() {
   let n = 0;
   const endless = await chat.create({ model: "any", messages: story, stream: true, ignore_eos: true });
   for await (const c of endless) if (c && ++n === 5) break;           // leaving the loop closes the connection
-  await untilIdle("openai: a stream that is left ends");
+  await endsSoon("openai: a stream that is left ends");
   const gone = new AbortController();
   setTimeout(() => gone.abort(), 300);
   await chat.create({ model: "any", messages: story, ignore_eos: true }, { signal: gone.signal })
     .then((r) => ok("openai: cancelled", false, r), (x) => ok("openai: cancelled", x instanceof OpenAI.APIUserAbortError, x));
-  await untilIdle("openai: an answer that is cancelled ends");
+  await endsSoon("openai: an answer that is cancelled ends");
 
   const once = await client.completions.create({ ...greedy, prompt: "Once upon a time", max_tokens: 10 });
   ok("openai: completions", once.choices[0].text.length > 5, once);
@@ -212,7 +228,7 @@ async function anthropic(text) {
   let n = 0;
   for await (const event of await client.messages.create({ model: "any", messages: long, max_tokens: 2000, stream: true }))
     if (event && ++n === 5) break;
-  await untilIdle("anthropic: a stream that is left ends");
+  await endsSoon("anthropic: a stream that is left ends");
 }
 
 async function ollama(text) {
@@ -224,8 +240,8 @@ async function ollama(text) {
   const model = (await client.list()).models[0].name;
   const shown = await client.show({ model });
   ok("ollama: show", ["completion", "tools", "thinking"].every((x) => shown.capabilities.includes(x)) &&
-     shown.model_info[`${shown.model_info["general.architecture"]}.context_length`] === 8192, shown);
-  ok("ollama: ps", (await client.ps()).models[0].context_length === 8192);
+     shown.model_info[`${shown.model_info["general.architecture"]}.context_length`] === context, shown);
+  ok("ollama: ps", (await client.ps()).models[0].context_length === context);
   ok("ollama: version", /^\d+\.\d+\.\d+$/.test((await client.version()).version));
   const plain = await client.chat({ model, messages: story, options });
   ok("ollama: plain", plain.message.content === text && plain.done_reason === "length" && plain.eval_count === 30, plain);
@@ -255,53 +271,90 @@ async function ollama(text) {
   const endless = await client.chat({ model, messages: long, options: { num_predict: -1, temperature: 2 }, stream: true });
   const left = await (async () => { for await (const part of endless) if (part && ++n === 3) client.abort(); })().catch((e) => e);
   ok("ollama: abort", n >= 3 && (!left || left.name === "AbortError"), left);
-  await untilIdle("ollama: a stream that is aborted ends");
+  await endsSoon("ollama: a stream that is aborted ends");
   await fails("ollama: an unknown model", 404, "not found", client.show({ model: "none" }));
   await fails("ollama: embed", 400, "embeddings", client.embed({ model, input: "a" }));
   await fails("ollama: pull", 400, "not supported", client.pull({ model, stream: true }));
   await fails("ollama: delete", 400, "not supported", client.delete({ model }));
   await fails("ollama: an image", 400, "images", client.chat({ model, messages: [{ role: "user", content: "a", images: ["aGk="] }] }));
-  await fails("ollama: a prompt that is too long", 400, "8192", client.chat({ model, messages: tooLong, stream: true }));
+  await fails("ollama: a prompt that is too long", 400, `${context}`, client.chat({ model, messages: tooLong, stream: true }));
   await fails("ollama: a wrong key", 401, "key", new Ollama({ host: url }).chat({ model, messages: story }));
 }
 
-// Other clients of Ollama's API, if they are installed.
-async function ollamaOthers(text) {
-  const get = (name) => { try { return require(name); } catch { return null; } };
-  const headers = { Authorization: `Bearer ${apiKey}` }, question = story[0].content;
-  const langchain = get("@langchain/ollama"), ai = get("ai"), provider = get("ollama-ai-provider-v2");
-  if (langchain) {
-    const { HumanMessage, ToolMessage } = require("@langchain/core/messages");
-    const chat = new langchain.ChatOllama({ baseUrl: url, model: "any", headers, temperature: 0, numPredict: 30 });
-    const plain = await chat.invoke(question);
-    ok("@langchain/ollama: plain", plain.content === text && plain.usage_metadata.output_tokens === 30, plain);
-    let streamed = "";
-    for await (const part of await chat.stream(question)) streamed += part.content;
-    ok("@langchain/ollama: a stream", streamed === text, streamed);
-    const bound = chat.bindTools([{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: schema } }]);
-    const asked = new HumanMessage(weather[0].content), called = await bound.invoke([asked]), call = called.tool_calls[0];
-    ok("@langchain/ollama: a tool call", call?.args.city === "Paris", called);
-    const answer = await bound.invoke([asked, called, new ToolMessage({ content: "sunny", tool_call_id: call?.id, name: "get_weather" })]);
-    ok("@langchain/ollama: the answer to its result", answer.content.includes("Paris"), answer);
-    const formed = await chat.withStructuredOutput(oneCity, { method: "jsonSchema" }).invoke(question);
-    ok("@langchain/ollama: structured output", formed.city === "Paris", formed);
+// ---- the table ----
+const version = (name) => {                             // null: not installed
+  try { return JSON.parse(readFileSync(path.join(folder, "node_modules", name, "package.json"))).version; } catch { return null; }
+};
+async function ended(tried) {                           // no client may hang
+  let timer;
+  const late = new Promise((_, no) => { timer = setTimeout(() => no(new Error("no end in 5 minutes")), 300e3); });
+  return Promise.race([tried(), late]).finally(() => clearTimeout(timer));
+}
+async function reference(body) {                        // the message that the server answers with, without any client
+  const answer = await fetch(`${url}/v1/chat/completions`, { method: "POST", headers: { "x-api-key": apiKey },
+    body: JSON.stringify({ temperature: 0, max_tokens: 60, ...body }) });
+  return (await answer.json()).choices[0].message;
+}
+// What every client must get: a text, both answers of a conversation with a tool, thoughts.
+async function references() {
+  const tools = [{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters: cityArguments } }];
+  const call = await reference({ messages: weather, tools });
+  const history = [...weather, call, { role: "tool", tool_call_id: call.tool_calls[0].id, content: "sunny" }];
+  const told = await reference({ messages: history, tools });
+  const last = await reference({ messages: [...history, told, ...name], tools });
+  return { text: (await reference({ messages: name })).content, turns: [told.content, last.content],
+    thoughts: (await reference({ messages: sum, reasoning_effort: "high" })).reasoning_content };
+}
+
+// A library's function for each feature: throws, or returns whether it is right and what came.
+function libraryTries(row, right) {
+  const server = { need, url, key: apiKey }, ask = { prompt: name[0].content, max: 60, temperature: 0 };
+  const open = row.open(server), cities = [];
+  const turns = open.then((client) => client.turns([{ ...ask, prompt: weather[0].content }, ask], ({ city }) => { cities.push(city); return "sunny"; }));
+  turns.catch(() => {});
+  return {
+    plain: async () => { const got = await (await open).plain(ask); return [got === right.text, got]; },
+    async stream() {
+      const pieces = [];
+      await (await open).stream(ask, (text) => { if (text) pieces.push(text); });
+      return [pieces.join("") === right.text, pieces];
+    },
+    tools: async () => { await turns.catch((e) => { if (!cities.length) throw e; }); return [cities.join() === "Paris", cities]; },
+    "second turn": async () => { const got = await turns; return [JSON.stringify(got) === JSON.stringify(right.turns), got]; },
+    structured: async () => { const got = await (await open).structured(ask, sunny); return [typeof got.sunny === "boolean", got]; },
+    async thoughts() { const got = await (await open).thoughts({ ...ask, prompt: sum[0].content }); return [got === right.thoughts, got]; },
+    async abort() {
+      const gone = new AbortController(), before = await counted("gemma4_requests_cancelled_total");
+      let n = 0;
+      const end = await (await open).stream({ ...ask, prompt: endless, max: 8000, signal: gone.signal },
+        (text) => text && ++n && (gone.abort(), true)).catch((e) => e);
+      await untilIdle();
+      return [n && await counted("gemma4_requests_cancelled_total") === before + 1, [n, String(end)]];
+    },
+    async errors() {
+      const refused = await row.open({ ...server, key: "wrong" }).then((client) => client.plain(ask)).catch((e) => e);
+      const long = await (await open).plain({ ...ask, prompt: tooLong[0].content }).catch((e) => e);
+      const status = refused.status ?? refused.statusCode ?? refused.status_code;
+      return [status === 401 && long.message.includes(context), [status, String(refused), String(long)]];
+    },
+  };
+}
+async function table() {
+  const right = await references(), missing = new Set(), made = [];
+  for (const row of rows.filter((r) => !r.agent || process.env.LONG)) {
+    const absent = row.packages.filter((name) => !version(name));
+    if (absent.length) { absent.forEach((name) => missing.add(name)); continue; }
+    const tries = row.agent ? agentTries(row, { folder, url, apiKey, counted, untilIdle, schema: sunny }) : libraryTries(row, right);
+    for (const feature of features) {
+      const name = `${rowName(row)}: ${feature}`, fault = row.faults?.[feature];
+      const [works, got] = await ended(tries[feature]).catch((e) => [false, e.stack]);
+      if (fault) ok(`${name}: is said not to work: ${fault}`, !works, got);
+      else ok(name, works, got);
+    }
+    made.push(row);
   }
-  if (ai && provider) {
-    const options = { temperature: 0 };                // which it sends where Ollama does not read it
-    const sent = (at, init) => fetch(at, { ...init, body: JSON.stringify({ ...JSON.parse(init.body), options }) });
-    const model = provider.createOllama({ baseURL: `${url}/api`, headers, fetch: sent })("any");
-    const inputSchema = ai.jsonSchema(oneCity), tools = { get_weather: ai.tool({ description: "Weather of a city", inputSchema, execute: () => "sunny" }) };
-    const run = await ai.generateText({ model, prompt: weather[0].content, tools, stopWhen: ai.stepCountIs(2) });
-    ok("ollama-ai-provider-v2: a tool call", run.steps[0].toolCalls[0]?.input.city === "Paris", run.steps);
-    ok("ollama-ai-provider-v2: the answer to its result", run.text.includes("Paris"), run.steps);
-    const stream = ai.streamText({ model, prompt: question });
-    let streamed = "";
-    for await (const part of stream.textStream) streamed += part;
-    ok("ollama-ai-provider-v2: a stream", streamed.startsWith(text) && (await stream.usage).outputTokens > 30, streamed);
-    const formed = await ai.generateObject({ model, prompt: question, schema: inputSchema });
-    ok("ollama-ai-provider-v2: an object", formed.object.city === "Paris", formed.object);
-  }
-  if (!langchain || !ai || !provider) console.log("# not installed: @langchain/ollama, ai or ollama-ai-provider-v2");
+  if (missing.size) console.log(`# not installed: ${[...missing].join(", ")}`);
+  if (process.argv[5] === "--table") write(made, version);
 }
 
 // What is sent over a connection, and everything that comes back until it closes; leave: how it is left.
@@ -338,7 +391,7 @@ async function http() {
   const left = await raw(head(`Content-Length: ${endless.length}\r\n\r\n${endless}`), "half");
   ok("http: who closes its sending side has left", /^(HTTP\/1.1 499 .*closed|$)/s.test(left), left);
   for (let n = 0; n < body.length; n += 7) await raw(whole("").slice(0, -n), "reset");
-  await untilIdle("http: who hangs up anywhere is gone");
+  await endsSoon("http: who hangs up anywhere is gone");
   ok("http: and answers go on", /^HTTP\/1.1 200 /.test(await raw(whole(close))));
 }
 
@@ -346,7 +399,7 @@ try {
   const text = await openai();
   await anthropic(text);
   await ollama(text);
-  await ollamaOthers(text);
+  await table();
   await http();
 }
 catch (e) { ok("no exception", false, e.stack); }

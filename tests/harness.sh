@@ -7,8 +7,9 @@ tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 : >"$tmp/err"
 passed=0 failed=0 skipped=0 status=0
+serve=                                            # flags for drive
 limit=                                            # a program that hangs fails with status 124
-timeout --foreground -k 1 1 true 2>/dev/null && limit="timeout --foreground -k 5 300"
+timeout --foreground -k 1 1 true 2>/dev/null && limit="timeout --foreground -k 5 ${limit_seconds:-300}"
 
 check() { # check STATUS MESSAGE: counts one case
     if [ "$1" -eq 0 ]; then
@@ -40,19 +41,22 @@ wait_for_server() { # wait_for_server LOG: waits until the server that writes LO
     done
     url=$(sed -n 's/^# serving at //p' "$1")
 }
-drive() { # drive NAME [ARGUMENT]: runs tests/NAME.mjs in node against a server (key "secret"); adds its cases
+drive() { # drive NAME [ARGUMENTS]: runs tests/NAME.mjs in node against a server (key "secret"; $serve: more flags); adds its cases
     run serve models/gemma4-mini-q8_0.gguf --host 203.0.113.1 --port 0
     if grep -q 'libmicrohttpd' "$tmp/err"; then
         skip "$1: this build has no server"
         return
     fi
-    "$gemma4" serve models/gemma4-mini-q8_0.gguf --port 0 -t 2 -np 2 --api-key secret >/dev/null 2>"$tmp/log" </dev/null &
+    "$gemma4" serve models/gemma4-mini-q8_0.gguf --port 0 -t 2 -np 2 --api-key secret $serve >/dev/null 2>"$tmp/log" </dev/null &
     pid=$!
     trap 'kill -9 $pid 2>/dev/null; rm -rf "$tmp"' EXIT
     wait_for_server "$tmp/log"
-    $limit node "tests/$1.mjs" "$url" secret ${2:+"$2"} >"$tmp/out" 2>&1
-    grep -v "^# $1: " "$tmp/out"
-    n=$(sed -n "s/^# $1: \([0-9]*\) passed.*/\1/p" "$tmp/out") f=$(sed -n "s/^# $1: .* \([0-9]*\) failed\$/\1/p" "$tmp/out")
+    driver=$1
+    shift
+    $limit node "tests/$driver.mjs" "$url" secret "$@" >"$tmp/out" 2>&1
+    grep -v "^# $driver: " "$tmp/out"
+    n=$(sed -n "s/^# $driver: \([0-9]*\) passed.*/\1/p" "$tmp/out")
+    f=$(sed -n "s/^# $driver: .* \([0-9]*\) failed\$/\1/p" "$tmp/out")
     passed=$((passed + ${n:-0})) failed=$((failed + ${f:-1}))
     kill -TERM "$pid"
     wait "$pid"
