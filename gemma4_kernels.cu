@@ -163,6 +163,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void cuda_die(const char 
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 HOST_DEVICE static inline int div_up(int n, int by) { return (n + by - 1) / by; }
+HOST_DEVICE static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
@@ -1480,8 +1481,9 @@ static void cuda_gather_rows(const GatherRows *o) {
 //
 // A block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the
 // previous kernel and while it makes the input, the first weights of every warp are prefetched into L2 (prefetch_item).
-// If the launch reads little, the weights of the next item are prefetched as well. Prefetching more is slower: L2 would
-// carry the bytes twice, and the output matrix reached its limit. What a launch takes beyond bytes / bandwidth is the
+// If the launch reads little, the weights of the next item are prefetched as well; of experts those of all items, once
+// the experts are chosen (prefetch_experts). Prefetching more is slower: L2 would carry the bytes twice, and the output
+// matrix reached its limit. What a launch takes beyond bytes / bandwidth is the
 // chain of dependent instructions of one warp, five to ten cycles each. So short code, laid out in the order of its use
 // and without calls, matters more than bytes in flight.
 
@@ -1521,7 +1523,7 @@ struct Job : Result {
     int      item_features;   // features of a work item: 32 (GATED, INJECT), 8 (DOWN), 4, or 1: floats
     int      row_items, n_items;               // work items of a row or pair; of a chunk of rows
     int      row_bytes[2][4]; // of each plane of w and up
-    int      prefetch_bytes[2][4];             // how many of these are prefetched; 0 for experts
+    int      prefetch_bytes[2][4];             // how many of these prefetch_item prefetches
     const uint8_t *prefetch_from[2][4];        // row 0 of each plane
     int      quads;           // floats: rows lie at multiples of 16 bytes
 };
@@ -1574,7 +1576,8 @@ typedef struct {
     const float *pair_weights;
     int n_used;
     int longer_blocks;        // blocks with one block item more than the others, and no warp items
-    int prefetch_all;            // prefetch the weights of each item during the one before it
+    int prefetch_all;         // prefetch the weights of each item during the one before it
+    int prefetch_early;       // prefetch the first weights before the launch may read its input, also if it makes it
     int pairs_at, results_at, n_results;  // offsets in shared memory; floats of results of a warp
 } Jobs;
 
@@ -1751,7 +1754,7 @@ __device__ static inline bool past_rows(const Job &o, WorkItem item, int n) {
 }
 
 // Prefetches this warp's weights of an item: prefetch_bytes of each row of each plane. Rows that are prefetched whole
-// are contiguous and requested at once. Weights of experts are not known yet and not prefetched.
+// are contiguous and requested at once. Not for experts: prefetch_experts.
 __device__ static inline void prefetch_item(const Jobs &jobs, bool of_block, int number) {
     const WorkItem item = item_at(jobs, of_block, number);
     const Job &o = jobs.job[item.job];
@@ -1766,6 +1769,23 @@ __device__ static inline void prefetch_item(const Jobs &jobs, bool of_block, int
     const size_t from = (size_t)o.prefetch_from[up][plane] + (size_t)feature * row_bytes;
     const unsigned bytes = whole ? min(left, rows) * row_bytes : ahead;
     prefetch_l2((const void *)(from & ~(size_t)15), ((unsigned)from % 16 + bytes + 15) & ~15u);
+}
+
+// Prefetches the weights of all items of this block that belong to row `row`, whose experts are ids[0 .. n_used - 1];
+// by a warp. The rows of an item are contiguous in each plane: one region for each plane of gate and up.
+__device__ static inline void prefetch_experts(const Jobs &jobs, int row, const int *ids) {
+    const int plane = threadIdx.x % 4, up = threadIdx.x / 4 % 2;
+#pragma unroll 1
+    for (int t = blockIdx.x; t < jobs.n_block_items; t += gridDim.x) {
+        const WorkItem item = item_at(jobs, true, t);
+        const Job &o = jobs.job[item.job];
+        const unsigned row_bytes = o.row_bytes[up][plane];
+        const unsigned bytes = min(o.item_features, o.rows - item.first) * row_bytes;
+        if (item.pair / o.n_used != row || threadIdx.x % 32 >= 8 || !bytes) continue;
+        const size_t from = (size_t)o.prefetch_from[up][plane] +
+                            ((size_t)ids[item.pair % o.n_used] * o.rows_e + item.first) * row_bytes;
+        prefetch_l2((const void *)(from & ~(size_t)15), round_16((unsigned)from % 16 + bytes));
+    }
 }
 
 // One float row of weights times n <= R rows of an input, by a warp: results[r * WARP_FEATURES] for input row r. row:
@@ -1924,41 +1944,54 @@ __device__ static inline void multiply(DType type, const Planes *w, unsigned row
 }
 
 // The n_used largest router logits of a row, the lower expert first on ties, with their softmax weights; by a warp,
-// n_used <= 32. Lane j < n_used gets choice j. The next choice is the largest key after the last one, in the order of
-// keys and then of experts, so nothing is marked as taken.
+// n_used <= 32. Lane j < n_used gets choice j. A lane sorts its four keys, so a round compares only the first key of
+// each lane. More than 128 experts are taken in parts: the chosen ones compete with the next 96.
 //   see       ref_route
 struct Chosen { int id; float weight; };
 __device__ static inline Chosen choose_experts(const Choice &o, size_t row) {
-    constexpr int KEYS = 4;            // in registers; more experts than lanes have keys are read again each time
+    constexpr int KEYS = 4;
     const int lane = threadIdx.x % 32;
     const float *logits = o.logits + row * o.n;
     auto key_of = [&](int i) -> unsigned {             // written by other blocks; 0: a NaN, or none
         const float z = i < o.n ? __ldcg(logits + i) : __uint_as_float(0x7fc00000u);
         return z != z ? 0 : ordered_bits(z);
     };
-    unsigned key[KEYS], last = UINT_MAX;
-    int last_at = 0;
-    float mine = 0, largest = 0, sum = 0;
+    unsigned mine = 0;
     Chosen chosen = { 0, 0 };
+#pragma unroll 1
+    for (int base = 0; base == 0 || base + 32 < o.n; base += 32 * (KEYS - 1)) {
+        unsigned key[KEYS];
+        int at[KEYS];
 #pragma unroll
-    for (int k = 0; k < KEYS; k++) key[k] = key_of(lane + 32 * k);
-    for (int j = 0; j < o.n_used; j++) {
-        unsigned best = 0;
-        int at = INT_MAX;
-        auto look = [&](unsigned k, int i) {
-            if (k > best && (k < last || (k == last && i > last_at))) best = k, at = i;
-        };
+        for (int k = 0; k < KEYS; k++) {
+            const bool held = base && k == 0;
+            at[k] = held ? chosen.id : base + lane + 32 * k;
+            key[k] = held ? mine : key_of(at[k]);
+        }
 #pragma unroll
-        for (int k = 0; k < KEYS; k++) look(key[k], lane + 32 * k);
-        for (int i = lane + 32 * KEYS; i < o.n; i += 32) look(key_of(i), i);
-        last = __reduce_max_sync(~0u, best);
-        last_at = (int)__reduce_min_sync(~0u, (unsigned)(best == last ? at : INT_MAX));
-        if (!last) last_at = 0;                        // only NaN is left: any expert, with weight NaN
-        const float z = last ? from_ordered_bits(last) : __uint_as_float(0x7fc00000u);
-        if (j == 0) largest = z;
-        if (lane == j) mine = z, chosen.id = last_at;
+        for (int end = KEYS - 1; end > 0; end--)       // equal keys keep their order
+#pragma unroll
+            for (int k = 0; k < end; k++)
+                if (key[k + 1] > key[k]) {
+                    const unsigned larger = key[k + 1];
+                    const int larger_at = at[k + 1];
+                    key[k + 1] = key[k], at[k + 1] = at[k];
+                    key[k] = larger, at[k] = larger_at;
+                }
+#pragma unroll 1
+        for (int j = 0; j < o.n_used; j++) {
+            const unsigned top = __reduce_max_sync(~0u, key[0]);
+            const int first = (int)__reduce_min_sync(~0u, (unsigned)(key[0] == top ? at[0] : INT_MAX));
+            if (lane == j) mine = top, chosen.id = top ? first : 0;    // 0: only NaN is left: any expert, weight NaN
+            if (at[0] != first) continue;
+#pragma unroll
+            for (int k = 0; k + 1 < KEYS; k++) key[k] = key[k + 1], at[k] = at[k + 1];
+            key[KEYS - 1] = 0;
+        }
     }
-    const float w = expf(mine - largest);
+    const float z = mine ? from_ordered_bits(mine) : __uint_as_float(0x7fc00000u);
+    const float w = expf(z - __shfl_sync(~0u, z, 0));
+    float sum = 0;
     for (int j = 0; j < o.n_used; j++) sum += __shfl_sync(~0u, w, j);
     if (lane < o.n_used) chosen.weight = w / sum * (o.expert_scale ? o.expert_scale[chosen.id] : 1);
     return chosen;
@@ -2063,25 +2096,32 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_co
     const int first_warp_item = (int)blockIdx.x < jobs.longer_blocks
         ? jobs.n_warp_items : blockIdx.x - jobs.longer_blocks + n_blocks * warp;
     const bool makes = jobs.made.n;
-    auto prefetch_first = [&] {
-        if ((int)blockIdx.x < jobs.n_block_items) prefetch_item(jobs, true, blockIdx.x);
+    float4 norm_weights[NORM_WEIGHTS][ROW_QUADS];
+    const bool early = !makes || (R == 1 && jobs.prefetch_early);
+    auto prefetch_first = [&] {                        // which experts are read is not known yet
+        if ((int)blockIdx.x < jobs.n_block_items && !jobs.n_used) prefetch_item(jobs, true, blockIdx.x);
         else if (first_warp_item < jobs.n_warp_items) prefetch_item(jobs, false, first_warp_item);
     };
-    float4 norm_weights[NORM_WEIGHTS][ROW_QUADS];
     if (makes) load_norm_weights(jobs.made, norm_weights);
-    else prefetch_first();
+    if (early) prefetch_first();
     wait_for_previous_kernel();
     int *ids = (int *)(shared_bytes + jobs.pairs_at);
-    const int row = PRODUCT_WARPS - 1 - warp;          // the last warps choose: they have the least to copy
-    if (jobs.choice.n && row < n) {
-        const Chosen c = choose_experts(jobs.choice, first_row + row);
-        if (lane < jobs.n_used) ids[row * jobs.n_used + lane] = c.id;
-        if (blockIdx.x == gridDim.x - 1) store_choice(jobs.choice, first_row + row, c);
-    }
-    for (int i = threadIdx.x; !jobs.choice.n && i < n * jobs.n_used; i += ROW_THREADS) {
-        ids[i] = __ldcg(jobs.ids + (size_t)first_row * jobs.n_used + i);
-        if (jobs.pair_weights)
-            ((float *)ids)[R * jobs.n_used + i] = jobs.pair_weights[(size_t)first_row * jobs.n_used + i];
+    const int row = PRODUCT_WARPS - 1 - warp;          // the last warps do this: they have the least to copy
+    if (jobs.n_used && row < n) {
+        const size_t at = (size_t)(first_row + row) * jobs.n_used;
+        int *own = ids + row * jobs.n_used;
+        if (jobs.choice.n) {
+            const Chosen c = choose_experts(jobs.choice, first_row + row);
+            if (lane < jobs.n_used) own[lane] = c.id;
+            if (blockIdx.x == gridDim.x - 1) store_choice(jobs.choice, first_row + row, c);
+            __syncwarp();
+            prefetch_experts(jobs, row, own);
+        } else {
+            for (int j = lane; j < jobs.n_used; j += 32) {
+                own[j] = __ldcg(jobs.ids + at + j);
+                if (jobs.pair_weights) ((float *)own)[R * jobs.n_used + j] = jobs.pair_weights[at + j];
+            }
+        }
     }
     copy_inputs(first_row, n);
     if (makes) {                       // the last block has the least work, so it also stores x'
@@ -2089,7 +2129,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_co
 #pragma unroll 1
         for (int r = 0; R == 1 ? r < 1 : r < n; r++)
             prepare_row<ROW_QUADS>(jobs.made, first_row + r, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
-                                   blockIdx.x == gridDim.x - 1, &phase, [&] { if (r == 0) prefetch_first(); },
+                                   blockIdx.x == gridDim.x - 1, &phase, [&] { if (r == 0 && !early) prefetch_first(); },
                                    [&](int k) {
                                        return [r, o = jobs.input[k]](int i, float4 y) { put_values(o, r, i, y); }; });
     }
@@ -2110,7 +2150,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_co
             if (lane == 0 && warp / R == waiting) own_item[warp] = item;
             results += waiting++ * PRODUCT_WARPS * jobs.n_results;
             more = t + (int)gridDim.x < jobs.n_block_items;
-            if (more ? jobs.prefetch_all : first_warp_item < jobs.n_warp_items)
+            if (!jobs.n_used && (more ? jobs.prefetch_all : first_warp_item < jobs.n_warp_items))
                 prefetch_item(jobs, more, more ? t + gridDim.x : first_warp_item);
             t += gridDim.x;
         }
@@ -2294,10 +2334,11 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_const
         float4 norm_weights[NORM_WEIGHTS][NARROW_QUADS];
         int phase = 0;
         load_norm_weights(o.made, norm_weights);
+        prefetch_split(o, s, 0);
         wait_for_previous_kernel();
         if (injects && threadIdx.x < BLOCK_FEATURES) u = __ldcg(first.u + BLOCK_FEATURES * blockIdx.x + threadIdx.x);
         prepare_row<NARROW_QUADS>(o.made, 0, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
-                                  blockIdx.x == gridDim.x - 1, &phase, [&] { prefetch_split(o, s, 0); },
+                                  blockIdx.x == gridDim.x - 1, &phase, [] { },
                                   [&](int) { return [in = o.input](int i, float4 y) { put_values(in, 0, i, y); }; });
     }
     const DType type = o.job[s.job].type;
@@ -2416,7 +2457,6 @@ enum { CONSUMER_WARPS = 8, CONSUMER_THREADS = 32 * CONSUMER_WARPS, PRODUCER_WARP
 // bytes at or before its first byte. The size is an odd number of 16 bytes, so that 8 features use different banks.
 typedef struct { int hi, head, sup, size; } Record;
 
-__host__ __device__ static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
 __host__ __device__ static constexpr Record record_of(DType t) {
     const Format f = format_of(t);
     const bool blocks = f.values == 256;
@@ -3282,7 +3322,7 @@ static void add_job(Jobs *jobs, Job o) {
         const int octets = div_up(o.cols, 256), ahead = is_float(t) ? octets : min_int(PREFETCH_OCTETS, octets);
         for (int i = 0; i < 4; i++) {
             o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
-            o.prefetch_bytes[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * ahead / octets);
+            o.prefetch_bytes[k][i] = (int)((size_t)o.row_bytes[k][i] * ahead / octets);
             o.prefetch_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
         }
         if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
@@ -3611,7 +3651,7 @@ static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
     if (r > 1 && p->shared > room) p->shared = place_shared(jobs, r, min_int(r, n_rows));
     if (r > 1 && p->shared > room) p->shared = place_shared(jobs, r = 1, 1);
     const int chunk = min_int(r, n_rows);
-    size_t block_item_bytes = 0;
+    size_t block_item_bytes = 0, all_bytes = 0;
     jobs->n_rows = n_rows;
     jobs->n_block_items = jobs->n_warp_items = 0;
     for (int k = 0; k < jobs->n; k++) {
@@ -3621,9 +3661,15 @@ static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
         if (o->kind == JOB_GATED && o->ids) o->n_items *= chunk * o->n_used;
         if (o->by_blocks) jobs->n_block_items += o->n_items;
         else jobs->n_warp_items += o->n_items;
-        for (int i = 0; o->by_blocks && i < 8; i++) block_item_bytes += (size_t)o->row_bytes[i / 4][i % 4] * o->rows;
+        for (int i = 0; i < 8; i++) {
+            const size_t bytes = (size_t)o->row_bytes[i / 4][i % 4] * o->rows;
+            all_bytes += bytes;
+            if (o->by_blocks) block_item_bytes += bytes;
+        }
     }
-    jobs->prefetch_all = block_item_bytes <= min_size(PREFETCH_BYTES, cuda.card.l2 / 3 * 2);
+    const size_t few = min_size(PREFETCH_BYTES, cuda.card.l2 / 3 * 2);
+    jobs->prefetch_all = block_item_bytes <= few;
+    jobs->prefetch_early = all_bytes <= few;
     p->kernel = BY_ROWS;
     p->variant = r > 1;
     p->threads = ROW_THREADS;
