@@ -118,7 +118,6 @@ static struct {
     float *wide;              // (wide_values) gate and up of a prompt
     float *partial;           // (PARTIAL_BYTES) attention: results of splits before they are combined
     unsigned *arrived;        // (MAX_ARRIVED) counts blocks of a launch that have finished; 0 between launches
-    int   *done;              // (max_rows) Choice.done: 0 between launches
     char  *blas_work;         // (BLAS_BYTES)
     char  *pinned;            // (PINNED_BYTES) given out in order, then from the start again
     size_t pinned_at, pinned_free;             // bytes given out so far; how many of them are free again
@@ -164,6 +163,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void cuda_die(const char 
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 HOST_DEVICE static inline int div_up(int n, int by) { return (n + by - 1) / by; }
+HOST_DEVICE static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int max_int(int a, int b) { return a > b ? a : b; }
 static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
@@ -1481,8 +1481,9 @@ static void cuda_gather_rows(const GatherRows *o) {
 //
 // A block of 16 warps fills an SM and makes the input for itself in shared memory (Input). While it waits for the
 // previous kernel and while it makes the input, the first weights of every warp are prefetched into L2 (prefetch_item).
-// If the launch reads little, the weights of the next item are prefetched as well. Prefetching more is slower: L2 would
-// carry the bytes twice, and the output matrix reached its limit. What a launch takes beyond bytes / bandwidth is the
+// If the launch reads little, the weights of the next item are prefetched as well; of experts those of all items, once
+// the experts are chosen (prefetch_experts). Prefetching more is slower: L2 would carry the bytes twice, and the output
+// matrix reached its limit. What a launch takes beyond bytes / bandwidth is the
 // chain of dependent instructions of one warp, five to ten cycles each. So short code, laid out in the order of its use
 // and without calls, matters more than bytes in flight.
 
@@ -1522,7 +1523,7 @@ struct Job : Result {
     int      item_features;   // features of a work item: 32 (GATED, INJECT), 8 (DOWN), 4, or 1: floats
     int      row_items, n_items;               // work items of a row or pair; of a chunk of rows
     int      row_bytes[2][4]; // of each plane of w and up
-    int      prefetch_bytes[2][4];             // how many of these are prefetched; 0 for experts
+    int      prefetch_bytes[2][4];             // how many of these prefetch_item prefetches
     const uint8_t *prefetch_from[2][4];        // row 0 of each plane
     int      quads;           // floats: rows lie at multiples of 16 bytes
 };
@@ -1555,12 +1556,11 @@ typedef struct {
     Divisor by_chunks;        // chunks of an int8 row
 } Input;
 
-typedef struct { // JOB_STORE number `job` is a router: the warp that finishes its last item chooses the experts
-    int   job, n, n_used;     // n = 0: none
-    const float *expert_scale;
-    int32_t *ids;
-    float *weights;
-    int   *done;              // finished items of each chunk of rows; 0 between launches
+typedef struct {              // a router's choice of experts: Route without the product
+    int   n, n_used;          // n = 0: none
+    const float *logits, *expert_scale;        // (n_rows, n), (n) or NULL
+    int32_t *ids;             // (n_rows, n_used)
+    float *weights;           // (n_rows, n_used)
 } Choice;
 
 typedef struct {
@@ -1570,14 +1570,15 @@ typedef struct {
     Input input[MAX_INPUTS];
     int n_inputs;
     RowInputs made;           // the first made.n inputs, which every block makes; n = 0: none
-    Choice choice;
+    Choice choice;            // made first, by every block for itself: `ids` below are its ids
     int n_block_items, n_warp_items;           // of a chunk of rows
     const int32_t *ids;       // experts of the pairs (row, choice) and, JOB_DOWN, their weights; NULL: none
     const float *pair_weights;
     int n_used;
     int longer_blocks;        // blocks with one block item more than the others, and no warp items
-    int prefetch_all;            // prefetch the weights of each item during the one before it
-    int pairs_at, keys_at, results_at, n_results;  // offsets in shared memory; floats of results of a warp
+    int prefetch_all;         // prefetch the weights of each item during the one before it
+    int prefetch_early;       // prefetch the first weights before the launch may read its input, also if it makes it
+    int pairs_at, results_at, n_results;  // offsets in shared memory; floats of results of a warp
 } Jobs;
 
 // ---- inputs ----
@@ -1753,7 +1754,7 @@ __device__ static inline bool past_rows(const Job &o, WorkItem item, int n) {
 }
 
 // Prefetches this warp's weights of an item: prefetch_bytes of each row of each plane. Rows that are prefetched whole
-// are contiguous and requested at once. Weights of experts are not known yet and not prefetched.
+// are contiguous and requested at once. Not for experts: prefetch_experts.
 __device__ static inline void prefetch_item(const Jobs &jobs, bool of_block, int number) {
     const WorkItem item = item_at(jobs, of_block, number);
     const Job &o = jobs.job[item.job];
@@ -1768,6 +1769,23 @@ __device__ static inline void prefetch_item(const Jobs &jobs, bool of_block, int
     const size_t from = (size_t)o.prefetch_from[up][plane] + (size_t)feature * row_bytes;
     const unsigned bytes = whole ? min(left, rows) * row_bytes : ahead;
     prefetch_l2((const void *)(from & ~(size_t)15), ((unsigned)from % 16 + bytes + 15) & ~15u);
+}
+
+// Prefetches the weights of all items of this block that belong to row `row`, whose experts are ids[0 .. n_used - 1];
+// by a warp. The rows of an item are contiguous in each plane: one region for each plane of gate and up.
+__device__ static inline void prefetch_experts(const Jobs &jobs, int row, const int *ids) {
+    const int plane = threadIdx.x % 4, up = threadIdx.x / 4 % 2;
+#pragma unroll 1
+    for (int t = blockIdx.x; t < jobs.n_block_items; t += gridDim.x) {
+        const WorkItem item = item_at(jobs, true, t);
+        const Job &o = jobs.job[item.job];
+        const unsigned row_bytes = o.row_bytes[up][plane];
+        const unsigned bytes = min(o.item_features, o.rows - item.first) * row_bytes;
+        if (item.pair / o.n_used != row || threadIdx.x % 32 >= 8 || !bytes) continue;
+        const size_t from = (size_t)o.prefetch_from[up][plane] +
+                            ((size_t)ids[item.pair % o.n_used] * o.rows_e + item.first) * row_bytes;
+        prefetch_l2((const void *)(from & ~(size_t)15), round_16((unsigned)from % 16 + bytes));
+    }
 }
 
 // One float row of weights times n <= R rows of an input, by a warp: results[r * WARP_FEATURES] for input row r. row:
@@ -1925,36 +1943,76 @@ __device__ static inline void multiply(DType type, const Planes *w, unsigned row
     multiply_other<R>(type, w, row, count, cols, quads, y_at, y_row, n, results);
 }
 
-// Chooses the n_used largest router logits of a row, the lower expert first on ties, with their softmax weights; by a
-// warp, n_used <= 32. keys: shared memory for n words.
+// The n_used largest router logits of a row, the lower expert first on ties, with their softmax weights; by a warp,
+// n_used <= 32. Lane j < n_used gets choice j. A lane sorts its four keys, so a round compares only the first key of
+// each lane. More than 128 experts are taken in parts: the chosen ones compete with the next 96.
 //   see       ref_route
-__device__ static inline void choose_experts(const Choice &o, const float *logits, size_t row, unsigned *keys) {
+struct Chosen { int id; float weight; };
+__device__ static inline Chosen choose_experts(const Choice &o, size_t row) {
+    constexpr int KEYS = 4;
     const int lane = threadIdx.x % 32;
-    const float nan = __uint_as_float(0x7fc00000u);
-    for (int i = lane; i < o.n; i += 32) {
-        const float z = __ldcg(logits + row * o.n + i);                // written by other blocks
-        keys[i] = z != z ? 0 : ordered_bits(z);
+    const float *logits = o.logits + row * o.n;
+    auto key_of = [&](int i) -> unsigned {             // written by other blocks; 0: a NaN, or none
+        const float z = i < o.n ? __ldcg(logits + i) : __uint_as_float(0x7fc00000u);
+        return z != z ? 0 : ordered_bits(z);
+    };
+    unsigned mine = 0;
+    Chosen chosen = { 0, 0 };
+#pragma unroll 1
+    for (int base = 0; base == 0 || base + 32 < o.n; base += 32 * (KEYS - 1)) {
+        unsigned key[KEYS];
+        int at[KEYS];
+#pragma unroll
+        for (int k = 0; k < KEYS; k++) {
+            const bool held = base && k == 0;
+            at[k] = held ? chosen.id : base + lane + 32 * k;
+            key[k] = held ? mine : key_of(at[k]);
+        }
+#pragma unroll
+        for (int end = KEYS - 1; end > 0; end--)       // equal keys keep their order
+#pragma unroll
+            for (int k = 0; k < end; k++)
+                if (key[k + 1] > key[k]) {
+                    const unsigned larger = key[k + 1];
+                    const int larger_at = at[k + 1];
+                    key[k + 1] = key[k], at[k + 1] = at[k];
+                    key[k] = larger, at[k] = larger_at;
+                }
+#pragma unroll 1
+        for (int j = 0; j < o.n_used; j++) {
+            const unsigned top = __reduce_max_sync(~0u, key[0]);
+            const int first = (int)__reduce_min_sync(~0u, (unsigned)(key[0] == top ? at[0] : INT_MAX));
+            if (lane == j) mine = top, chosen.id = top ? first : 0;    // 0: only NaN is left: any expert, weight NaN
+            if (at[0] != first) continue;
+#pragma unroll
+            for (int k = 0; k + 1 < KEYS; k++) key[k] = key[k + 1], at[k] = at[k + 1];
+            key[KEYS - 1] = 0;
+        }
     }
-    float largest = 0, sum = 0, weight = 0;
-    int id = 0;
-    for (int j = 0; j < o.n_used; j++) {
-        unsigned best = 0;
-        int at = INT_MAX;
-        for (int i = lane; i < o.n; i += 32)
-            if (keys[i] > best) best = keys[i], at = i;
-        const unsigned top = __reduce_max_sync(~0u, best);
-        at = (int)__reduce_min_sync(~0u, (unsigned)(best == top ? at : INT_MAX));
-        if (!top) at = 0;                              // only NaN is left: any expert, with weight NaN
-        const float z = top ? from_ordered_bits(top) : nan;
-        if (j == 0) largest = z;
-        const float w = expf(z - largest);
-        sum += w;
-        if (lane == j) weight = w, id = at;
-        if (lane == at % 32) keys[at] = 0;             // taken; a lane reads only its own keys
-    }
+    const float z = mine ? from_ordered_bits(mine) : __uint_as_float(0x7fc00000u);
+    const float w = expf(z - __shfl_sync(~0u, z, 0));
+    float sum = 0;
+    for (int j = 0; j < o.n_used; j++) sum += __shfl_sync(~0u, w, j);
+    if (lane < o.n_used) chosen.weight = w / sum * (o.expert_scale ? o.expert_scale[chosen.id] : 1);
+    return chosen;
+}
+
+__device__ static inline void store_choice(const Choice &o, size_t row, Chosen c) {
+    const int lane = threadIdx.x % 32;
     if (lane >= o.n_used) return;
-    o.ids[row * o.n_used + lane] = id;
-    o.weights[row * o.n_used + lane] = weight / sum * (o.expert_scale ? o.expert_scale[id] : 1);
+    o.ids[row * o.n_used + lane] = c.id;
+    o.weights[row * o.n_used + lane] = c.weight;
+}
+
+// choose: the experts of each row, for launches whose blocks do not choose for themselves
+//   shapes    logits (n_rows, n), ids and weights (n_rows, n_used)
+//   launch    grid n_rows, block 32
+//   traffic   reads the logits once if n <= 128
+//   numerics  as ref_route
+//   see       ref_route
+__global__ void __launch_bounds__(32) choose_kernel(Choice o) {
+    wait_for_previous_kernel();
+    store_choice(o, blockIdx.x, choose_experts(o, blockIdx.x));
 }
 
 // Finishes row r of n of a block item, by a warp: act(gate) * up, or gelu(sum) * u, as Act, 32 features; or the
@@ -2002,21 +2060,6 @@ __device__ static inline void finish_warp_item(const Job &o, WorkItem item, int 
     store_product(o, first_row + r, feature, results[lane]);
 }
 
-// Counts a finished item of a router, n rows from first_row on. The warp that counts the last one chooses the experts.
-__device__ __noinline__ static void router_item_done(int first_row, int n) {
-    const Jobs &jobs = *(const Jobs *)shared_bytes;
-    const Job &o = jobs.job[jobs.choice.job];
-    __threadfence();                   // publish the logits, then count
-    __syncwarp();
-    int before = threadIdx.x % 32 == 0 ? atomicAdd(&jobs.choice.done[blockIdx.y], 1) : 0;
-    before = __shfl_sync(~0u, before, 0);
-    if (before != o.row_items - 1) return;
-    __threadfence();                   // count, then read the logits of others
-    for (int k = 0; k < n; k++)
-        choose_experts(jobs.choice, o.out, first_row + k, (unsigned *)(shared_bytes + jobs.keys_at));
-    if (threadIdx.x % 32 == 0) jobs.choice.done[blockIdx.y] = 0;
-}
-
 // product: the jobs of a launch.
 //   shapes    w (rows, cols) per expert, y (n_rows, cols), out (n_rows, rows)
 //   launch    grid (a block per SM, or fewer where the SMs stay busy; chunks of R rows), block 512, dynamic shared
@@ -2053,19 +2096,32 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_co
     const int first_warp_item = (int)blockIdx.x < jobs.longer_blocks
         ? jobs.n_warp_items : blockIdx.x - jobs.longer_blocks + n_blocks * warp;
     const bool makes = jobs.made.n;
-    auto prefetch_first = [&] {
-        if ((int)blockIdx.x < jobs.n_block_items) prefetch_item(jobs, true, blockIdx.x);
+    float4 norm_weights[NORM_WEIGHTS][ROW_QUADS];
+    const bool early = !makes || (R == 1 && jobs.prefetch_early);
+    auto prefetch_first = [&] {                        // which experts are read is not known yet
+        if ((int)blockIdx.x < jobs.n_block_items && !jobs.n_used) prefetch_item(jobs, true, blockIdx.x);
         else if (first_warp_item < jobs.n_warp_items) prefetch_item(jobs, false, first_warp_item);
     };
-    float4 norm_weights[NORM_WEIGHTS][ROW_QUADS];
     if (makes) load_norm_weights(jobs.made, norm_weights);
-    else prefetch_first();
+    if (early) prefetch_first();
     wait_for_previous_kernel();
     int *ids = (int *)(shared_bytes + jobs.pairs_at);
-    for (int i = threadIdx.x; i < n * jobs.n_used; i += ROW_THREADS) {
-        ids[i] = __ldcg(jobs.ids + (size_t)first_row * jobs.n_used + i);
-        if (jobs.pair_weights)
-            ((float *)ids)[R * jobs.n_used + i] = jobs.pair_weights[(size_t)first_row * jobs.n_used + i];
+    const int row = PRODUCT_WARPS - 1 - warp;          // the last warps do this: they have the least to copy
+    if (jobs.n_used && row < n) {
+        const size_t at = (size_t)(first_row + row) * jobs.n_used;
+        int *own = ids + row * jobs.n_used;
+        if (jobs.choice.n) {
+            const Chosen c = choose_experts(jobs.choice, first_row + row);
+            if (lane < jobs.n_used) own[lane] = c.id;
+            if (blockIdx.x == gridDim.x - 1) store_choice(jobs.choice, first_row + row, c);
+            __syncwarp();
+            prefetch_experts(jobs, row, own);
+        } else {
+            for (int j = lane; j < jobs.n_used; j += 32) {
+                own[j] = __ldcg(jobs.ids + at + j);
+                if (jobs.pair_weights) ((float *)own)[R * jobs.n_used + j] = jobs.pair_weights[at + j];
+            }
+        }
     }
     copy_inputs(first_row, n);
     if (makes) {                       // the last block has the least work, so it also stores x'
@@ -2073,7 +2129,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_co
 #pragma unroll 1
         for (int r = 0; R == 1 ? r < 1 : r < n; r++)
             prepare_row<ROW_QUADS>(jobs.made, first_row + r, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
-                                   blockIdx.x == gridDim.x - 1, &phase, [&] { if (r == 0) prefetch_first(); },
+                                   blockIdx.x == gridDim.x - 1, &phase, [&] { if (r == 0 && !early) prefetch_first(); },
                                    [&](int k) {
                                        return [r, o = jobs.input[k]](int i, float4 y) { put_values(o, r, i, y); }; });
     }
@@ -2094,7 +2150,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_co
             if (lane == 0 && warp / R == waiting) own_item[warp] = item;
             results += waiting++ * PRODUCT_WARPS * jobs.n_results;
             more = t + (int)gridDim.x < jobs.n_block_items;
-            if (more ? jobs.prefetch_all : first_warp_item < jobs.n_warp_items)
+            if (!jobs.n_used && (more ? jobs.prefetch_all : first_warp_item < jobs.n_warp_items))
                 prefetch_item(jobs, more, more ? t + gridDim.x : first_warp_item);
             t += gridDim.x;
         }
@@ -2135,7 +2191,6 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) product_kernel(const __grid_co
         }
         finish_warp_item(o, item, first_row, n, results);
         __syncwarp();                  // the sums have been read
-        if (jobs.choice.n && item.job == jobs.choice.job) router_item_done(first_row, n);
     }
 }
 
@@ -2279,10 +2334,11 @@ __global__ void __launch_bounds__(ROW_THREADS, 1) gemv_kernel(const __grid_const
         float4 norm_weights[NORM_WEIGHTS][NARROW_QUADS];
         int phase = 0;
         load_norm_weights(o.made, norm_weights);
+        prefetch_split(o, s, 0);
         wait_for_previous_kernel();
         if (injects && threadIdx.x < BLOCK_FEATURES) u = __ldcg(first.u + BLOCK_FEATURES * blockIdx.x + threadIdx.x);
         prepare_row<NARROW_QUADS>(o.made, 0, [&](int k, int j) { return norm_weights[k][j]; }, NULL,
-                                  blockIdx.x == gridDim.x - 1, &phase, [&] { prefetch_split(o, s, 0); },
+                                  blockIdx.x == gridDim.x - 1, &phase, [] { },
                                   [&](int) { return [in = o.input](int i, float4 y) { put_values(in, 0, i, y); }; });
     }
     const DType type = o.job[s.job].type;
@@ -2401,7 +2457,6 @@ enum { CONSUMER_WARPS = 8, CONSUMER_THREADS = 32 * CONSUMER_WARPS, PRODUCER_WARP
 // bytes at or before its first byte. The size is an odd number of 16 bytes, so that 8 features use different banks.
 typedef struct { int hi, head, sup, size; } Record;
 
-__host__ __device__ static constexpr int round_16(int n) { return (n + 15) / 16 * 16; }
 __host__ __device__ static constexpr Record record_of(DType t) {
     const Format f = format_of(t);
     const bool blocks = f.values == 256;
@@ -3195,11 +3250,6 @@ tile_kernel(const __grid_constant__ Tiling t) {
             __syncwarp();                              // the sums have been read
             if (lane < ARRIVING_LANES) mbarrier_arrive(&barriers_of(t)->empty[last]);
         }
-        if (t.jobs.choice.n && p.job == t.jobs.choice.job && last_of(t.jobs.choice.done, t.items[p.job]))
-            for (int r = warp; r < p.n; r += CONSUMER_WARPS)
-                choose_experts(t.jobs.choice, o.out, r,
-                               (unsigned *)(IN_STAGE ? (float *)(shared_bytes + t.sums_at) : sums) +
-                                   warp * t.jobs.choice.n);
         const bool half = IN_STAGE && t.half[p.job];
         if (down && p.last && last_of(t.arrived + p.first / (half ? 32 : 64), expert_splits_of(t)))
             join_experts<IN_STAGE>(t, o, p.first, half);
@@ -3272,7 +3322,7 @@ static void add_job(Jobs *jobs, Job o) {
         const int octets = div_up(o.cols, 256), ahead = is_float(t) ? octets : min_int(PREFETCH_OCTETS, octets);
         for (int i = 0; i < 4; i++) {
             o.row_bytes[k][i] = (int)plane_bytes(f, i, o.cols);
-            o.prefetch_bytes[k][i] = o.ids ? 0 : (int)((size_t)o.row_bytes[k][i] * ahead / octets);
+            o.prefetch_bytes[k][i] = (int)((size_t)o.row_bytes[k][i] * ahead / octets);
             o.prefetch_from[k][i] = (&w.lo)[i] + (k ? o.up_first : 0) * o.row_bytes[k][i];
         }
         if (is_float(t) && (o.row_bytes[k][0] | (size_t)w.lo) % 16) o.quads = 0;
@@ -3393,25 +3443,24 @@ static const BufferChoice buffer_choices[] = {
     { 2, 3, BUFFERS_IN_STAGE | BUFFERS_HALVES }, { 1, 4, BUFFERS_IN_STAGE | BUFFERS_FEW_STEPS }, { 1, 3, 0 },
     { 1, 2, 0 } };
 
-// Bytes of shared memory that are left for stages. *sums: bytes for the sums; with BUFFERS_IN_STAGE, bytes for the keys
-// of choose_experts. *lists: bytes for the lists.
-static int stages_room(const Tiling *t, const BufferChoice *c, int n_choice, int *sums, int *lists) {
+// Bytes of shared memory that are left for stages. *sums: bytes for the sums. *lists: bytes for the lists.
+static int stages_room(const Tiling *t, const BufferChoice *c, int *sums, int *lists) {
     *lists = t->n_pairs ? round_16((LIST_SIZE * (t->n_pairs + 1) + 1) * (int)sizeof(uint16_t)) : 0;
-    *sums = c->flags & BUFFERS_IN_STAGE ? 4 * CONSUMER_WARPS * n_choice : SUMS_BYTES;
+    *sums = c->flags & BUFFERS_IN_STAGE ? 0 : SUMS_BYTES;
     const int most = min_int(cuda.card.sm_shared / c->resident - BLOCK_SYSTEM, cuda.card.block_shared) - TILE_STATIC;
     return most - *sums - *lists - (int)sizeof(StageBarriers);
 }
 
 // Sets the offsets in shared memory; false: too little for the stages, for the sums, or for list_pairs.
-static bool place_buffers(Tiling *t, const BufferChoice *c, int n_choice) {
+static bool place_buffers(Tiling *t, const BufferChoice *c) {
     const bool in_stage = c->flags & BUFFERS_IN_STAGE;
     int sums, lists;
-    const int room = stages_room(t, c, n_choice, &sums, &lists);
+    const int room = stages_room(t, c, &sums, &lists);
     t->stages = min_int(TILE_STAGES, room / t->stage_bytes);
     t->sums_at = t->stages * t->stage_bytes;
     t->lists_at = t->sums_at + sums;
     t->barriers_at = t->lists_at + lists;
-    return t->stages >= c->stages && 4 * CONSUMER_WARPS * n_choice <= sums &&
+    return t->stages >= c->stages &&
            (!in_stage || t->stage_bytes >= SUMS_BYTES / 2) && list_bytes(t->n_pairs) <= (in_stage ? t->sums_at : sums);
 }
 
@@ -3421,7 +3470,7 @@ static bool place_buffers(Tiling *t, const BufferChoice *c, int n_choice) {
 //     if it is in a launch with experts, and its stages would be larger than theirs.
 static int set_items(Tiling *t, const Jobs *jobs, const BufferChoice *c, bool deep, int row_tiles, int *steps) {
     int sums, lists, n_items = 0;
-    const int third = stages_room(t, c, jobs->choice.n, &sums, &lists) / 3, area = ROW_AREA * row_tiles;
+    const int third = stages_room(t, c, &sums, &lists) / 3, area = ROW_AREA * row_tiles;
     const Job *experts = t->expert_job >= 0 ? &jobs->job[t->expert_job] : NULL;
     *steps = t->stage_bytes = 0;
     for (int k = 0; k < jobs->n; k++) {
@@ -3487,7 +3536,7 @@ static bool plan_tiles_of(const Jobs *jobs, int n_rows, bool deep, Plan *p) {
         if (!t.stage_bytes) return false;              // only floats
         if (c.flags & BUFFERS_ONE_ITEM && (down >= 0 || n_items > cuda.card.n_sm)) continue;
         if (c.flags & BUFFERS_FEW_STEPS && div_up(n_items, cuda.card.n_sm) * steps > FEW_STEPS) continue;
-        if (!place_buffers(&t, &c, jobs->choice.n)) continue;
+        if (!place_buffers(&t, &c)) continue;
         buffers = &c;
         break;
     }
@@ -3587,8 +3636,6 @@ static size_t place_shared(Jobs *jobs, int rows, int there) {
     }
     jobs->pairs_at = (int)at;
     at = round_up(at + (size_t)rows * jobs->n_used * 8, 16);
-    jobs->keys_at = (int)at;
-    at += round_up(jobs->choice.n * sizeof(unsigned), 16);
     jobs->n_results = max_int(rows * WARP_FEATURES, div_up(jobs->n_used * DOWN_FEATURES, PRODUCT_WARPS));
     jobs->results_at = (int)at;
     return at + waiting_items(rows) * PRODUCT_WARPS * jobs->n_results * sizeof(float);
@@ -3604,7 +3651,7 @@ static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
     if (r > 1 && p->shared > room) p->shared = place_shared(jobs, r, min_int(r, n_rows));
     if (r > 1 && p->shared > room) p->shared = place_shared(jobs, r = 1, 1);
     const int chunk = min_int(r, n_rows);
-    size_t block_item_bytes = 0;
+    size_t block_item_bytes = 0, all_bytes = 0;
     jobs->n_rows = n_rows;
     jobs->n_block_items = jobs->n_warp_items = 0;
     for (int k = 0; k < jobs->n; k++) {
@@ -3614,9 +3661,15 @@ static void plan_rows(Jobs *jobs, int n_rows, int busy, Plan *p) {
         if (o->kind == JOB_GATED && o->ids) o->n_items *= chunk * o->n_used;
         if (o->by_blocks) jobs->n_block_items += o->n_items;
         else jobs->n_warp_items += o->n_items;
-        for (int i = 0; o->by_blocks && i < 8; i++) block_item_bytes += (size_t)o->row_bytes[i / 4][i % 4] * o->rows;
+        for (int i = 0; i < 8; i++) {
+            const size_t bytes = (size_t)o->row_bytes[i / 4][i % 4] * o->rows;
+            all_bytes += bytes;
+            if (o->by_blocks) block_item_bytes += bytes;
+        }
     }
-    jobs->prefetch_all = block_item_bytes <= min_size(PREFETCH_BYTES, cuda.card.l2 / 3 * 2);
+    const size_t few = min_size(PREFETCH_BYTES, cuda.card.l2 / 3 * 2);
+    jobs->prefetch_all = block_item_bytes <= few;
+    jobs->prefetch_early = all_bytes <= few;
     p->kernel = BY_ROWS;
     p->variant = r > 1;
     p->threads = ROW_THREADS;
@@ -3649,7 +3702,7 @@ static void plan_product(Jobs *jobs, int n_rows, Plan *p) {
         quantised &= !is_float(o->type);
         store &= stores;
     }
-    const bool one_row = n_rows == 1 && jobs->n_inputs == 1 && !jobs->choice.n && jobs->made.cols <= NARROW_COLS;
+    const bool one_row = n_rows == 1 && jobs->n_inputs == 1 && jobs->made.cols <= NARROW_COLS;
     const bool inject = first->kind == JOB_INJECT && jobs->n == 1 && first->rows % BLOCK_FEATURES == 0 && jobs->made.n;
     // A block fills an SM. If the launch before has very few blocks and may overlap this one, a block on one of their
     // SMs would start late, and the next launch would wait for it.
@@ -4421,21 +4474,31 @@ static void cuda_matmul(const Matmul *o) {
     launch_jobs(&jobs, "matmul", o->n_rows);
 }
 
-// Adds the router to a launch, on input number `source`, or on y if that is in global memory.
+// Adds the router's product to a launch, on input number `source`, or on y if that is in global memory.
 static void add_router(Jobs *jobs, const Route *o, Prepared y, int source) {
     Job job = job_of(o->w, y, o->n_rows);
     job.out = o->logits;
     job.source = source;
-    if (o->n_used > 32) cuda_die("route: expected up to 32 experts for a row, got %d", o->n_used);
-    jobs->choice = (Choice){ jobs->n, o->w->rows, o->n_used, o->expert_scale, o->ids, o->weights, cuda.done };
     add_job(jobs, job);
+}
+
+static Choice choice_of(const Route *o) {
+    if (o->n_used > 32) cuda_die("route: expected up to 32 experts for a row, got %d", o->n_used);
+    return (Choice){ o->w->rows, o->n_used, o->logits, o->expert_scale, o->ids, o->weights };
+}
+
+static void launch_choice(const Choice *o, int n_rows) {
+    launch(WRITES_ACTIVATIONS, choose_kernel, n_rows, 32, 0, *o);
+    CHECK_LAUNCH("route n_rows=%d experts=%d", n_rows, o->n);
 }
 
 static void cuda_route(const Route *o) {
     const bool f = is_float(o->w->type);
+    const Choice choice = choice_of(o);
     Jobs jobs = { };
     add_router(&jobs, o, prepare_one(&jobs, &o->in, o->n_rows, o->w->cols, f, !f), 0);
     launch_jobs(&jobs, "route", o->n_rows);
+    launch_choice(&choice, o->n_rows);
 }
 
 static DType up_type_of(const ExpertGateUp *o) { return o->up ? o->up->type : o->gate->type; }
@@ -4445,8 +4508,11 @@ static Wanted wanted_by(const In *in, DType a, DType b) {
     return (Wanted){ in, is_float(a) || is_float(b), !is_float(a) || !is_float(b) };
 }
 
-static void cuda_expert_gate_up(const ExpertGateUp *o) {
+// choice: the router's, which is not made yet; NULL: it is. Blocks that compute one or two rows make it for themselves:
+// that ends earlier than a launch, or than a block that waits until it is the last.
+static void run_experts(const ExpertGateUp *o, const Choice *choice) {
     const bool fused = !o->up;
+    if (choice && o->n_rows >= MANY_ROWS) launch_choice(choice, o->n_rows);
     if (takes_prompt(o->gate, o->up, fused ? o->gate->rows / 2 : o->gate->rows, o->n_rows, 1)) {
         expert_gate_up_prompt(o);
         if (o->dense_down) cuda_matmul(o->dense_down);
@@ -4469,6 +4535,7 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) {
     job.n_used = o->n_used;
     job.act = o->out;
     add_job(&jobs, job);
+    if (choice && o->n_rows < MANY_ROWS) jobs.choice = *choice;
     if (with)
         for (int k = 0; k < o->dense_down->n; k++) {
             const Act a = o->dense_down->in.act;
@@ -4479,6 +4546,8 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) {
     launch_jobs(&jobs, "expert_gate_up", o->n_rows);
     if (o->dense_down && !with) cuda_matmul(o->dense_down);
 }
+
+static void cuda_expert_gate_up(const ExpertGateUp *o) { run_experts(o, NULL); }
 
 // The experts that follow read the same x'. If a kernel prepares the input of gate and up, it prepares theirs as well.
 static void cuda_gate_up(const GateUp *o) {
@@ -4511,8 +4580,11 @@ static void cuda_gate_up(const GateUp *o) {
     if (route) add_router(&jobs, route, y[1], 1);
     launch_jobs(&jobs, "gate_up", o->n_rows);
     if (o->route && !route) cuda_route(o->route);
+    const Choice choice = route ? choice_of(route) : (Choice){ };
+    const bool chosen = route && o->experts && experts.ids == route->ids && experts.n_used == route->n_used;
+    if (route && !chosen) launch_choice(&choice, o->n_rows);
     if (y[2].f || y[2].q) experts.in = (In){ .act = { y[2].f, y[2].q, y[2].s } };
-    if (o->experts) cuda_expert_gate_up(&experts);
+    if (o->experts) run_experts(&experts, chosen ? &choice : NULL);
 }
 
 static void cuda_expert_down(const ExpertDown *o) {

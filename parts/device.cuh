@@ -37,7 +37,6 @@ static size_t scratch_layout(const Limits *lim, char *base) {
     PLACE(wide, float, lim->max_rows > STEP_ROWS ? wide_values(lim->max_rows) : 0);
     PLACE(partial, float, PARTIAL_BYTES / sizeof(float));
     PLACE(arrived, unsigned, MAX_ARRIVED);
-    PLACE(done, int, lim->max_rows);
     PLACE(blas_work, char, BLAS_BYTES);
 #undef PLACE
     return at;
@@ -175,7 +174,6 @@ static void cuda_init(const Limits *lim) {
     cuda.lim = l;
     scratch_layout(&l, cuda.scratch);
     CHECK_CUDA(cudaMemsetAsync(cuda.arrived, 0, MAX_ARRIVED * sizeof *cuda.arrived, cuda.stream), "init");
-    CHECK_CUDA(cudaMemsetAsync(cuda.done, 0, l.max_rows * sizeof *cuda.done, cuda.stream), "init");
     CHECK_BLAS(cublasSetWorkspace(cuda.blas, cuda.blas_work, BLAS_BYTES), "cublasSetWorkspace");
 }
 

@@ -476,7 +476,7 @@ static dim3 tiles(int n_rows, int n_out) { return dim3(div_up(n_rows, TILE_ROWS)
 //   see       ref_matmul, ref_head
 //   fast twin gemv_kernel and product_kernel (1 or 2 rows), tile_kernel (up to 64), cuBLAS (prompts): loads of 16 bytes
 //             from a layout of planes, integer dot products, from 3 rows on tensor cores; several matrices in a launch.
-//             One row of the 26B: q, k, v 87 times as fast, Wo 112, the head 30
+//             One row of the 26B: q, k, v 89 times as fast, Wo 112, the head 30
 static __global__ void product_kernel(Tensor w, Act y, int n_rows, float cap, float *out) {
     __shared__ float z[TILE_ROWS][WARP];
     const int r0 = blockIdx.x * TILE_ROWS, first = blockIdx.y * WARP, n = min_int(TILE_ROWS, n_rows - r0);
@@ -520,7 +520,7 @@ __device__ static uint64_t next_best(const float *z, const int32_t *ids, int n, 
 //   traffic   n_used times the logits of a row, from a cache
 //   numerics  f64 for the weights
 //   see       ref_choose_experts
-//   fast twin product_kernel, tile_kernel: the block that finishes last chooses, in the launch of the product
+//   fast twin choose_kernel; for one or two rows the blocks that multiply with the experts choose for themselves
 static __global__ void route_kernel(Route o, int n_experts) {
     const float *z = o.logits + (size_t)blockIdx.x * n_experts;
     float *weights = o.weights + (size_t)blockIdx.x * o.n_used;
@@ -557,7 +557,7 @@ __device__ static float activation(ActFn fn, float x) {
 //   traffic   reads the matrices of a chosen expert once for each row that chose it
 //   numerics  as matmul
 //   see       ref_expert_gate_up
-//   fast twin product_kernel, with the dense down in the same launch: 36 times as fast. experts_kernel for prompts:
+//   fast twin product_kernel, with the dense down in the same launch: 37 times as fast. experts_kernel for prompts:
 //             sort_pairs_kernel sorts the pairs by expert, so that a tile of rows shares one read of an expert
 static __global__ void expert_gate_up_kernel(ExpertGateUp o, Tensor gate, Tensor up, int n_out, int first_up, Act y) {
     __shared__ float of_gate[TILE_ROWS][WARP], of_up[TILE_ROWS][WARP];
@@ -583,8 +583,7 @@ static void plain_expert_gate_up(const ExpertGateUp *o) {
 //   traffic   reads both matrices once for 8 rows
 //   numerics  as matmul; int8 by rule 6: a warp of the tile holds a group of a row
 //   see       ref_gate_up
-//   fast twin as for matmul; the router of a layer with experts runs in the same launch, with its choice: 48 times as
-//             fast together
+//   fast twin as for matmul; the router of a layer with experts runs in the same launch: 75 times as fast together
 static __global__ void gate_up_kernel(GateUp o, Tensor gate, Tensor up, Act y) {
     __shared__ float of_gate[TILE_ROWS][WARP], of_up[TILE_ROWS][WARP];
     const int r0 = blockIdx.x * TILE_ROWS, first = blockIdx.y * WARP, n = min_int(TILE_ROWS, o.n_rows - r0);
@@ -852,7 +851,7 @@ static void plain_qkv_store(const QkvStore *o) {
 //   see       ref_attend_head
 //   fast twin attend_half_kernel and attend_coded_kernel: the heads that share a KV head share one read of the cache,
 //             tensor cores multiply, and splits of long contexts run at the same time, which attend_join_kernel
-//             combines; flash_kernel for prompts: many rows share the reads. Few keys: 6 times as fast, 32768 keys of
+//             combines; flash_kernel for prompts: many rows share the reads. Few keys: 7 times as fast, 32768 keys of
 //             the E4B: 116 times
 template <int N> struct Softmax {                      // of some keys: sum[m] belongs to value lane + 32 m
     float largest, total, sum[N];

@@ -901,7 +901,7 @@ static void test_route(void) {
     static const struct { DType type; int n, cols, used; bool scale; } cases[] = {
         { T_F32, 128, 2816, 8, true }, { T_F32, 128, 704, 8, false }, { T_F16, 16, 1536, 16, true },
         { T_BF16, 33, 77, 1, false },
-        { T_F32, 7, 33, 7, true }, { T_Q8_0, 32, 2112, 4, true }, { T_F32, 1, 64, 1, true }
+        { T_F32, 7, 33, 7, true }, { T_Q8_0, 32, 2112, 4, true }, { T_F32, 1, 64, 1, true }, { T_F32, 300, 33, 32, true }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, rows = 100;
