@@ -670,7 +670,7 @@ static int derive(Patterns *p, int x, uint32_t c) {
 }
 
 static bool pattern_holds(Patterns *p, int x, TokStr s) {              // for a whole text, which is UTF-8
-    uint32_t c;
+    uint32_t c = 0;
     for (size_t i = 0; i < s.n && x != NOTHING; x = derive(p, x, c))
         i += (size_t)tok_read_utf8((const unsigned char *)s.s + i, s.n - i, &c);
     return p->nodes[x].nullable;
