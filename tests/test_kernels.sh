@@ -1,9 +1,9 @@
 #!/bin/sh
 # The kernels of gemma4_kernels.cu without a GPU: g++ compiles them and tests/cuda_on_cpu executes them; its
 # cuda_runtime.h says what that proves and what it does not. First tests of the emulator itself, with deliberate
-# faults; the plans for each card; then each operation and whole models against the CPU backend, as an H100 and as an
-# RTX 3090; the sampler, the layout of weights, speculative decoding; the operations and the sampler of parts/plain.cu.
-# LONG=1: all cases of operations, all cards of parts/cards.h, every conversation whose steps run ahead of the host,
+# faults; the plans for each card; then each operation as an RTX 3090 and whole models as that and as an H100, against
+# the CPU backend; the sampler, the layout of weights, speculative decoding; the operations and the sampler of parts/plain.cu.
+# LONG=1: all cases of operations, as an H100 too, all cards of parts/cards.h, every conversation whose steps run ahead of the host,
 # drafts for several sessions at once. On a machine with a GPU the same programs run all cases on it.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
@@ -49,10 +49,9 @@ few=-few long= others=
 [ "${LONG:-0}" = 0 ] || few='' long=-long others='a100 rtx4090 rtx5090 gb10'
 one emulated/test_emulator
 one test_cards
-for card in h100 rtx3090 $others; do
-    one test_ops -cuda $few card=$card
-    one test_cuda -few card=$card tiny-moe-q4_k_m mini
-done
+[ -z "$long" ] || one test_ops -cuda card=h100           # what every GPU test runs there
+for card in rtx3090 $others; do one test_ops -cuda $few card=$card; done
+for card in h100 rtx3090 $others; do one test_cuda -few card=$card tiny-moe-q4_k_m mini; done
 one test_sampling -cuda seen position card=rtx3090
 one test_ops -plain -few
 one test_ops -plain embed             # every type of weights
