@@ -625,7 +625,7 @@ static char *read_prompt(const Flags *f, size_t *n) {
     if (path && !strcmp(path, "-") && f->interactive)
         die("-f: expected a file, got -: a chat reads its messages from standard input");
     size_t n_file = 0;
-    char *file = path ? read_file(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
+    char *file = path ? read_text(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
     if (!f->prompt && !f->prompt_file && !n_file) {
         free(file);
         return NULL;
@@ -806,7 +806,7 @@ static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
         if (name) die("%s: expected either %s or %s", from[i].name, name, from[i].name);
         name = from[i].name;
         size_t n = strlen(from[i].text);
-        file = from[i].is_file ? read_file(from[i].text, &n, name) : NULL;
+        file = from[i].is_file ? read_text(from[i].text, &n, name) : NULL;
         text = (TokStr){ file ? file : from[i].text, n };
         is_schema = from[i].is_schema;
     }
@@ -845,7 +845,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     if (!text && !chatting) die_without_prompt(f);
     const char *const from = chatting ? "-i" : f->prompt ? "-p" : f->prompt_file ? "-f" : "standard input";
     check_generate_flags(f, chatting);
-    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
+    char *tools = f->tools ? read_text(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
     const Drafting drafting = drafting_of(f, ops, &o);

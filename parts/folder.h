@@ -80,7 +80,7 @@ static char *read_in_folder(const char *folder, const char *name, size_t *n) {
     if (!S_ISREG(st.st_mode)) die("%s: expected a regular file", path);
     if (st.st_size > max_bytes)
         die("%s: expected at most %lld bytes, got %lld", path, (long long)max_bytes, (long long)st.st_size);
-    return read_file(path, n, folder);
+    return read_text(path, n, folder);
 }
 
 // Parses FOLDER/NAME as a JSON object. Returns its text, to which *value points; the caller frees it. NULL: no such
