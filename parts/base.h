@@ -166,7 +166,7 @@ void *alloc_or_die(size_t n, size_t size) {
 // /proc/self/mountinfo where their files are: "ID PARENT DEVICE ROOT MOUNT_POINT ... - cgroup2 SOURCE OPTIONS".
 
 // The number after `label` in a file, or the first one if label is "". False: no such file or number; "max" is none.
-static bool read_number(const char *folder, const char *name, const char *label, double *out) {
+static bool file_number(const char *folder, const char *name, const char *label, double *out) {
     char path[2304], line[256];
     bool found = false;
     snprintf(path, sizeof path, "%s/%s", folder, name);
@@ -190,11 +190,11 @@ static void limit_by_group(const char *folder, GroupLimits *lim) {
                                              { "total_active_file ", "total_inactive_file " } };
     double limit, used, quota, period = 100000;
     for (int v = 0; v < 2; v++) {
-        if (!read_number(folder, names[v][0], "", &limit) || !(limit >= 0 && limit < 0x1p62)) continue;
-        if (!read_number(folder, names[v][1], "", &used)) used = 0;
+        if (!file_number(folder, names[v][0], "", &limit) || !(limit >= 0 && limit < 0x1p62)) continue;
+        if (!file_number(folder, names[v][1], "", &used)) used = 0;
         for (int k = 0; k < 2; k++) {
             double pages = 0;
-            if (read_number(folder, "memory.stat", cache[v][k], &pages)) used -= pages;
+            if (file_number(folder, "memory.stat", cache[v][k], &pages)) used -= pages;
         }
         const double room = limit - fmax(used, 0);
         if (limit < (double)lim->memory) lim->memory = (size_t)limit;
@@ -204,9 +204,9 @@ static void limit_by_group(const char *folder, GroupLimits *lim) {
     snprintf(path, sizeof path, "%s/cpu.max", folder);
     FILE *f = fopen(path, "r");
     const bool has_quota = f ? fgets(line, sizeof line, f) && sscanf(line, "%lf %lf", &quota, &period) >= 1 :
-                           read_number(folder, "cpu.cfs_quota_us", "", &quota);
+                           file_number(folder, "cpu.cfs_quota_us", "", &quota);
     if (f) fclose(f);
-    else read_number(folder, "cpu.cfs_period_us", "", &period);
+    else file_number(folder, "cpu.cfs_period_us", "", &period);
     if (has_quota && quota > 0 && period > 0) lim->cores = fmin(lim->cores, quota / period);
 }
 
@@ -256,7 +256,7 @@ GroupLimits group_limits(const char *root) {
 size_t available_memory(void) {
     double kb = 0;
     const size_t room = group_limits("").room;
-    const size_t all = read_number("/proc", "meminfo", "MemAvailable:", &kb) ? (size_t)kb * 1024 :
+    const size_t all = file_number("/proc", "meminfo", "MemAvailable:", &kb) ? (size_t)kb * 1024 :
                        (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     return room < all ? room : all;
 }

@@ -19,6 +19,9 @@ static const char *shown(GgufStr s) {
 
 static bool str_is(GgufStr s, const char *text) { return s.n == strlen(text) && !memcmp(s.s, text, s.n); }
 
+// The tanh form of GELU, by the names that it has.
+static bool is_gelu(GgufStr s) { return str_is(s, "gelu_pytorch_tanh") || str_is(s, "gelu_new") || str_is(s, "gelu_tanh"); }
+
 static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 
 // ==== [2] Hugging Face folders =======================================================================================
@@ -126,6 +129,23 @@ static const struct { const char *hf, *gguf; } hf_names[] = {
     { "per_layer_input_gate.weight", "inp_gate.weight" }, { "per_layer_projection.weight", "proj.weight" },
     { "post_per_layer_input_norm.weight", "post_norm.weight" },
 };
+
+// The name of a tensor in quotes, for messages: if the file is a folder, the folder's name, then the GGUF name. Valid
+// until the next call.
+static const char *own_name(const Gguf *g, const char *gguf) {
+    static char text[256];
+    const char *hf = NULL;
+    int l = -1, end = 0;
+    if (sscanf(gguf, "blk.%4d.%n", &l, &end) != 1 || !end) l = -1;
+    for (size_t i = 0; l < 0 && i < sizeof hf_names / sizeof *hf_names; i++)
+        if (!strcmp(gguf, hf_names[i].gguf)) hf = hf_names[i].hf;
+    for (size_t i = 0; l >= 0 && i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
+        if (!strcmp(gguf + end, hf_layer_names[i].gguf)) hf = hf_layer_names[i].hf;
+    if (!g->converted || !hf) snprintf(text, sizeof text, "'%.200s'", gguf);
+    else if (l < 0) snprintf(text, sizeof text, "'%s' ('%.80s')", hf, gguf);
+    else snprintf(text, sizeof text, "'layers.%d.%s' ('%.80s')", l, hf, gguf);
+    return text;
+}
 
 // Writes the GGUF name of a tensor of the text model. False: it belongs to another part of the model. A DFlash drafter
 // has no norm after attention: its post_attention_layernorm is the norm before the feed-forward network.

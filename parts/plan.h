@@ -300,9 +300,13 @@ static void load_mask(Model *m) {
             die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids (E_META_ARRAY)", m->gguf.path,
                 m->config.vocab);
         int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
-        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
+        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, UINT32_MAX, ids, kv->count) < 0)
             die_gguf(&m->gguf);
         for (uint64_t i = 0; i < kv->count; i++) {
+            if (ids[i] >= m->config.vocab) {
+                fprintf(stderr, "# note: key 'tokenizer.ggml.suppress_tokens': %" PRId64 " is not a token\n", ids[i]);
+                continue;
+            }
             m->n_suppressed += mask[ids[i] / 32] >> (ids[i] % 32) & 1;
             mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
         }
