@@ -111,10 +111,10 @@ static const Flag flags[] = {
     { "--top-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(top_p), 0, 1,
       "sample from the most likely tokens that together have probability P; default: the file's value, else 0.95" },
     { "--min-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(min_p), 0, 1,
-      "drop tokens below P x the top probability; default 0: off" },
+      "drop tokens below P x the top probability; default: the file's value, else 0: off" },
     { "--repeat-penalty", NULL, "R", FLAG_REAL, ANSWERS, FIELD(repeat), 0.001, 1000,
-      "divide positive logits of tokens already in the context by R, multiply negative ones; default 1: off "
-      "(llama.cpp: only the last 64 tokens count)" },
+      "divide positive logits of tokens already in the context by R, multiply negative ones; default: the file's "
+      "value, else 1: off (llama.cpp: only the last 64 tokens count)" },
     { "--presence-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(presence), -1000, 1000,
       "subtract P from the logits of tokens already in the context; default 0: off" },
     { "--frequency-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(frequency), -1000, 1000,
@@ -565,8 +565,9 @@ static double sampling_value(Gguf *g, double given, const char *key, double max,
     double v = 0;
     int64_t i = 0;
     const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
-    if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
+    if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, -1, INT_MAX, &i) < 0) die_gguf(g);
     if (!is_float) v = (double)i;
+    if (v == -1 && max == INT_MAX) v = 0;              // top-k -1, as 0: off
     if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g (E_META_RANGE)", g->path, key, max, v);
     return v;
 }
@@ -597,7 +598,7 @@ static void print_sampling(const Model *m, const SampleParams *p) {
     fprintf(stderr, "# sampling: ");
     if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed, ", m->n_suppressed);
     if (m->s.bias) fprintf(stderr, "logit bias, ");
-    if (m->s.counts)
+    if (m->s.counts && (p->repeat != 1 || p->frequency != 0 || p->presence != 0))
         fprintf(stderr, "penalties (repeat %g, frequency %g, presence %g), ", (double)p->repeat, (double)p->frequency,
                 (double)p->presence);
     if (p->temperature <= 0) {
@@ -674,7 +675,7 @@ static void check_greedy_flags(const Flags *f, bool chatting) {
     const struct { bool given; const char *name; } others[] = {
         { chatting, "a chat" }, { f->temperature > 0, "--temp" },
             { f->drafter || f->spec, "-md or --spec" },
-        { f->repeat != 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
+        { f->repeat < 1 || f->repeat > 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
         { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
         { f->ignore_eos, "--ignore-eos" }, { f->top_logits > 0, "--top-logits" }, { f->compress > 0, "--compress" },
@@ -711,8 +712,8 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
         .temperature = (float)sampling_value(g, f->temperature, "general.sampling.temp", 1000, 1.0),
         .top_k = (int32_t)sampling_value(g, f->top_k, "general.sampling.top_k", INT_MAX, 64),
         .top_p = (float)sampling_value(g, f->top_p, "general.sampling.top_p", 1, 0.95),
-        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
-        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
+        .min_p = (float)sampling_value(g, f->min_p, "general.sampling.min_p", 1, 0),
+        .repeat = (float)sampling_value(g, f->repeat, "general.sampling.penalty_repeat", 1000, 1), .presence = (float)f->presence, .frequency = (float)f->frequency
     };
 }
 
@@ -846,7 +847,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     const char *const from = chatting ? "-i" : f->prompt ? "-p" : f->prompt_file ? "-f" : "standard input";
     check_generate_flags(f, chatting);
     char *tools = f->tools ? read_text(f->tools, &n_tools, "--tools") : NULL;
-    o.penalties = f->repeat != 1 || f->presence != 0 || f->frequency != 0;
+    o.penalties = f->repeat < 1 || f->repeat > 1 || f->presence != 0 || f->frequency != 0;
     o.bias = f->biases.n > 0;
     const Drafting drafting = drafting_of(f, ops, &o);
     Tokenizer tok;
@@ -866,7 +867,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
                                  .shift = f->shift, .grammar = read_grammar(f, &tok, c.tools), .may_think = f->think };
     c.options.sampling = sampling_params(f, &m->gguf);
-    if (f->greedy) c.options.sampling.temperature = 0;     // so that print_sampling() says greedy
+    if (f->greedy) c.options.sampling.temperature = 0, c.options.sampling.repeat = 1;      // as the plain loop does
     c.options.drafting = drafting;
     if (chatting) measure_pace(m, &tok, &drafting);    // one answer is too short to repay this
     c.s = session_open(m, &tok, 0);
@@ -1085,7 +1086,7 @@ static const Ops *choose_ops(const Flags *f) {
 // Does what the command line asks for. Returns the exit status.
 static int command_line(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
-                .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
+                .min_p = NAN, .repeat = NAN, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
                 .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
                 .pflash_from = 16384, .n_needles = 1, .last = VIEW_ROWS };
     int status = 0;

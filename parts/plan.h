@@ -431,6 +431,8 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
     load_config(&m->config, &m->gguf);
+    const GgufKv *repeat = gguf_find_kv(&m->gguf, "general.sampling.penalty_repeat");
+    o.penalties |= repeat && !number_is(&m->gguf, repeat, 1, 1);       // the file's default is a penalty
     Binder *b = m->binder;
     b->g = &m->gguf;
     b->status = alloc_or_die(m->gguf.n_tensors, 1);
