@@ -359,6 +359,15 @@ static float *hf_put_rope(const HfConfig *c, Gguf *st, GgufWriter *w, const uint
     return floats + head_dim / 2;
 }
 
+// Returns the rows of the embedding table, whose columns have to agree with config.json.
+static uint64_t hf_embedding_rows(const HfConfig *c, const Gguf *st, const GgufTensor *t) {
+    const uint64_t dim = (uint64_t)hf_int(c, "hidden_size", 1, 1 << 20, 2304);
+    if (t->ne[0] != dim)
+        die("%s: tensor '%s' ('token_embd.weight'): expected %" PRIu64 " columns, the 'hidden_size' of config.json, "
+            "got %" PRIu64, st->path, shown(t->name), dim, t->ne[0]);
+    return t->ne[1];
+}
+
 // Puts every tensor of the text model into w, and its bytes into data, which has one element more than st has tensors.
 // tied: an LM head in the file is a copy of the embedding table. Returns the rows of token_embd, 0: none.
 static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot,
@@ -391,7 +400,7 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
         memcpy(ne, t->ne, sizeof ne);
         data[n] = f32 ? (const uint8_t *)floats : t->data;
         if (!expert) hf_gather_experts(c, st, i, name, ne, &data[n]);
-        if (!strcmp(name, "token_embd.weight")) vocab = t->ne[1];
+        if (!strcmp(name, "token_embd.weight")) vocab = hf_embedding_rows(c, st, t);
         gguf_put_tensor(w, (GgufStr){ name, strlen(name) }, f32 ? GGUF_F32 : t->type,
                         expert ? max_int(t->n_dims, 1) : 3, ne);
         n++;

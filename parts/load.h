@@ -617,7 +617,7 @@ static const char *model_name(const Model *m) {
 static void check_is_model(Gguf *g) {
     static const char *const keys[] = { "general.type", "general.architecture" };
     static const char *const kinds[][3] = {
-        { "adapter", "a LoRA adapter", "merge it into its model, and run the result" },
+        { "adapter", "a LoRA adapter", "to merge it into its model" },
         { "mmproj", "a projector of images and audio", "the language model itself; images are not supported" },
         { "clip", "a projector of images and audio", "the language model itself; images are not supported" },
         { "imatrix", "an importance matrix", "the model that was quantised with it" },
