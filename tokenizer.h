@@ -132,8 +132,8 @@ int tok_encode(Tokenizer *t, const char *text, size_t n, TokMode mode, TokIds *o
 // show_special, and for an id out of range.
 TokStr tok_piece(const Tokenizer *t, int32_t id, bool show_special);
 
-// True for the file's eos, eot and further ends, <eos>, <turn|>, <|tool_response>, and <|turn>, which would begin another role's
-// turn.
+// True for the file's eos, eot and further ends, <eos>, <turn|>, <|tool_response>, and <|turn>, which would begin
+// another role's turn.
 bool tok_is_stop(const Tokenizer *t, int32_t id);
 
 // Decodes ids one by one to whole characters: an incomplete character waits in pending[]; a byte that cannot be part of

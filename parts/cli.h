@@ -675,7 +675,8 @@ static void check_greedy_flags(const Flags *f, bool chatting) {
     const struct { bool given; const char *name; } others[] = {
         { chatting, "a chat" }, { f->temperature > 0, "--temp" },
             { f->drafter || f->spec, "-md or --spec" },
-        { f->repeat < 1 || f->repeat > 1 || f->presence != 0 || f->frequency != 0, "penalties" }, { f->biases.n > 0, "--logit-bias" },
+        { f->repeat < 1 || f->repeat > 1 || f->presence != 0 || f->frequency != 0, "penalties" },
+        { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
         { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
         { f->ignore_eos, "--ignore-eos" }, { f->top_logits > 0, "--top-logits" }, { f->compress > 0, "--compress" },
@@ -713,7 +714,8 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
         .top_k = (int32_t)sampling_value(g, f->top_k, "general.sampling.top_k", INT_MAX, 64),
         .top_p = (float)sampling_value(g, f->top_p, "general.sampling.top_p", 1, 0.95),
         .min_p = (float)sampling_value(g, f->min_p, "general.sampling.min_p", 1, 0),
-        .repeat = (float)sampling_value(g, f->repeat, "general.sampling.penalty_repeat", 1000, 1), .presence = (float)f->presence, .frequency = (float)f->frequency
+        .repeat = (float)sampling_value(g, f->repeat, "general.sampling.penalty_repeat", 1000, 1),
+        .presence = (float)f->presence, .frequency = (float)f->frequency
     };
 }
 

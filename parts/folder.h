@@ -20,7 +20,9 @@ static const char *shown(GgufStr s) {
 static bool str_is(GgufStr s, const char *text) { return s.n == strlen(text) && !memcmp(s.s, text, s.n); }
 
 // The tanh form of GELU, by the names that it has.
-static bool is_gelu(GgufStr s) { return str_is(s, "gelu_pytorch_tanh") || str_is(s, "gelu_new") || str_is(s, "gelu_tanh"); }
+static bool is_gelu(GgufStr s) {
+    return str_is(s, "gelu_pytorch_tanh") || str_is(s, "gelu_new") || str_is(s, "gelu_tanh");
+}
 
 static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 
@@ -222,7 +224,8 @@ static bool replace_start(char *s, const char *start, const char *with) {
 // too long.
 static bool hf_stem(GgufStr name, char *out) {
     static const char *const wrappers[] = { "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module." };
-    static const char *const prefixes[] = { "base_model.model.", "module.", "model.", "language_model.", "text_model." };
+    static const char *const prefixes[] = { "base_model.model.", "module.", "model.", "language_model.",
+                                            "text_model." };
     if (name.n >= 256) return false;
     memcpy(out, name.s, name.n);
     out[name.n] = 0;
@@ -308,8 +311,8 @@ static void check_left_out(const Gguf *st, const GgufTensor *t) {
         strstr(s, "weight_") || strstr(s, "qweight") ? "; try the folder that is not quantised, or a GGUF file" : "");
 }
 
-// Copies the experts of a layer, which are tensors of their own, into one tensor. t: the one of expert 0, gguf: the name
-// of the result. Its bytes are private memory, *data. ne[2]: the number of experts.
+// Copies the experts of a layer, which are tensors of their own, into one tensor. t: the one of expert 0, gguf: the
+// name of the result. Its bytes are private memory, *data. ne[2]: the number of experts.
 static void hf_gather_experts(const HfConfig *c, Gguf *st, size_t t, const char *gguf, uint64_t ne[4],
                               const uint8_t **data) {
     const GgufTensor *first = &st->tensors[t];
@@ -442,7 +445,10 @@ static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, con
 
 typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values of a head, pairs that RoPE rotates
 
-typedef struct { int32_t ffn[MAX_LAYERS], kv_heads[MAX_LAYERS], head_dim[MAX_LAYERS]; uint8_t is_swa[MAX_LAYERS]; } HfLayers;
+typedef struct {
+    int32_t ffn[MAX_LAYERS], kv_heads[MAX_LAYERS], head_dim[MAX_LAYERS];
+    uint8_t is_swa[MAX_LAYERS];
+} HfLayers;
 
 // Reads which of n layers are sliding. By default every sixth is global, and the last.
 static void hf_read_types(const HfConfig *c, int n, uint8_t *is_swa) {
@@ -537,7 +543,8 @@ static HfRopeKind hf_read_rope(const HfConfig *c, const char *kind, double base,
     if (!gguf_json_get(&rope, kind, &of) || of.type != GGUF_J_OBJECT)
         die("%s: 'rope_parameters': expected full_attention and sliding_attention", c->path);
     const bool typed = gguf_json_get(&of, "rope_type", &type) && type.type != GGUF_J_NULL;
-    const bool proportional = typed && gguf_json_is(&type, "proportional"), linear = typed && gguf_json_is(&type, "linear");
+    const bool proportional = typed && gguf_json_is(&type, "proportional");
+    const bool linear = typed && gguf_json_is(&type, "linear");
     out.base = json_float(c->path, &of, "rope_theta", base);
     out.part = json_float(c->path, &of, "partial_rotary_factor", 1);
     if (proportional || linear) out.factor = json_float(c->path, &of, "factor", 1);
@@ -948,7 +955,8 @@ static void hf_generation_keys(GgufWriter *w, const HfConfig *c, const char *fol
     }
     int32_t ids[MAX_IDS];
     size_t n = 0;
-    if (gguf_json_get(&root, "suppress_tokens", &v)) hf_add_ids("generation_config.json", "suppress_tokens", v, ids, &n);
+    if (gguf_json_get(&root, "suppress_tokens", &v))
+        hf_add_ids("generation_config.json", "suppress_tokens", v, ids, &n);
     if (n) gguf_put_array(w, "tokenizer.ggml.suppress_tokens", GGUF_V_I32, ids, n);
     for (size_t i = 0; i < sizeof ones / sizeof *ones; i++)
         if (gguf_json_get(&root, ones[i], &v) && gguf_json_float(&v, &x) && x == 1) read.name[read.n++] = ones[i];

@@ -110,8 +110,8 @@ static int load_head_dim(Gguf *g, const char *const keys[3]) {
     return head_dim;
 }
 
-// The factor that divides the frequencies of RoPE in global layers, or `fallback` if the file has none. As in llama.cpp,
-// a factor without a type is linear, and 0 stands for 1. Dies on other kinds of scaling.
+// The factor that divides the frequencies of RoPE in global layers, or `fallback` if the file has none. As in
+// llama.cpp, a factor without a type is linear, and 0 stands for 1. Dies on other kinds of scaling.
 static double load_rope_factor(Gguf *g, const char *arch, double fallback) {
     GgufStr type = { "linear", 6 };
     double factor = fallback;
@@ -318,7 +318,8 @@ static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int c
 }
 
 // Radians per position of every pair that RoPE rotates: base^(-2i/head_dim) / factor[i] / scale. Published files have
-// factors for global layers: 1 for the first quarter of the pairs, 1e30 for the others, which are therefore not rotated.
+// factors for global layers: 1 for the first quarter of the pairs, 1e30 for the others, which are therefore not
+// rotated.
 static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor, double scale) {
     for (int i = 0; i < head_dim / 2; i++) {
         const double divisor = factor ? factor[i] : 1;

@@ -82,7 +82,8 @@ static int read_ends(Gguf *g, size_t n_tokens, int32_t *ends) {
         const GgufKv *kv = gguf_find_kv(g, keys[k]);
         const size_t n_ids = kv ? (size_t)(kv->type == GGUF_V_ARRAY ? kv->count : 1) : 0;
         if (n_ids > TOK_MAX_STOPS)
-            die("%s: key '%s': expected at most %d ids, got %zu (E_META_ARRAY)", g->path, keys[k], TOK_MAX_STOPS, n_ids);
+            die("%s: key '%s': expected at most %d ids, got %zu (E_META_ARRAY)", g->path, keys[k], TOK_MAX_STOPS,
+                n_ids);
         if (kv && gguf_get_ints(g, keys[k], INT32_MIN, UINT32_MAX, ids, n_ids) < 0) die_gguf(g);
         for (size_t i = 0; i < n_ids; i++) {
             if (ids[i] < 0 || ids[i] >= (int64_t)n_tokens)
@@ -104,7 +105,7 @@ static GgufStr key_template(Gguf *g) {
     return text;
 }
 
-// vocab: the number of tokens that the weights have rows for; 0: as many as the file's token_embd.weight, if it has one.
+// vocab: the number of tokens that the weights have rows for; 0: as many as the file's token_embd.weight has, if any.
 static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     size_t n_tokens = 0, n_merges = 0;
     check_tokenizer_kind(g);
