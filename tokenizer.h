@@ -57,10 +57,10 @@ typedef struct {
     const TokStr *merges;     // (n_merges) "LEFT RIGHT"; the index is the rank. A merge of unknown texts is ignored
     int n_merges;
     int bos, eos, eot;        // ids; -1 if the file has none
-    const int32_t *ends;      // (n_ends) further ids that end generation; beyond TOK_MAX_STOPS they are ignored
-    int n_ends;
     TokStr chat_template;     // its source; empty: the file has none. Selects the chat variant
     bool has_ple;             // per-layer embeddings; selects the chat variant if there is no template
+    const int32_t *ends;      // (n_ends) further ids that end generation; beyond TOK_MAX_STOPS they are ignored
+    int n_ends;
 } TokVocab;
 
 // Google's chat templates. tok_init recognises them by words in their source.

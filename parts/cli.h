@@ -978,6 +978,11 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
                        .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
                        .origins = f->origins, .public_url = f->public_url,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
+    if (s.cache_ram > free_bytes) {
+        fprintf(stderr, "# warning: --cache-ram %.0f exceeds the available memory; %zu MiB are used\n", f->cache_ram,
+                free_bytes >> 20);
+        s.cache_ram = free_bytes;
+    }
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     check_origins(&s);
     o.n_seqs = (int)f->parallel;

@@ -633,6 +633,26 @@ static void check_is_model(Gguf *g) {
     }
 }
 
+// What a file is that is no GGUF file, by its first bytes, as the end of a message; "": not known.
+static const char *other_kind(const char *path) {
+    static const struct { size_t at; const char *bytes, *what; } kinds[] = {
+        { 0, "version https://git-lfs", "; it is a Git LFS pointer: try git lfs pull" },
+        { 0, "PK\3\4", "; it is a zip archive, as PyTorch writes: try the folder with safetensors, or a GGUF file" },
+        { 0, "<!", "; it is a web page: try to download the file itself" },
+        { 0, "<html", "; it is a web page: try to download the file itself" },
+        { 8, "blk.", "; it is an importance matrix: try the model that was quantised with it" },
+        { 8, "output.", "; it is an importance matrix: try the model that was quantised with it" } };
+    char head[64] = "";
+    FILE *f = fopen(path, "rb");
+    const size_t n = f ? fread(head, 1, sizeof head, f) : 0;
+    if (f) fclose(f);
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        const size_t k = strlen(kinds[i].bytes);
+        if (kinds[i].at + k <= n && !memcmp(head + kinds[i].at, kinds[i].bytes, k)) return kinds[i].what;
+    }
+    return "";
+}
+
 // Opens a GGUF file, or a Hugging Face folder.
 static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
@@ -642,7 +662,7 @@ static void open_model_file(Gguf *g, const char *path) {
                         (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
                         (n > 11 && !strcmp(path + n - 11, ".index.json"));
     if (folder) open_folder(g, path);
-    else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
+    else if (gguf_open(g, path) < 0) die("%s: %s%s", path, g->err, strstr(g->err, "(E_MAGIC") ? other_kind(path) : "");
     check_is_model(g);
 }
 

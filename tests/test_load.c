@@ -248,6 +248,18 @@ static void test_keys(void) {
 }
 
 static void test_damaged_downloads(void) {
+    static const struct { const char *bytes; size_t n; const char *says; } files[] = {
+        { "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", 53, "a Git LFS pointer" },
+        { "<!doctype html><html><body>Not found</body></html>", 50, "a web page" },
+        { "PK\3\4" "0123456789012345678901234567", 32, "a zip archive" },
+        { "\2\0\0\0\x13\0\0\0blk.0.attn_q.weight\0\0\0\0\0", 32, "an importance matrix" },
+        { "something else, of no known kind", 32, "E_MAGIC at byte 0)\n" } };
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        FILE *f = must(fopen(in_tmp("keys.gguf"), "wb"));
+        fwrite(files[i].bytes, 1, files[i].n, f);
+        fclose(f);
+        CHECK(!*story(in_tmp("keys.gguf"), true) && output_has("stderr", files[i].says), "not called %s", files[i].says);
+    }
     Draft d = read_draft(MINI_E);
     fill(draft_tensor(&d, "blk.6.ffn_norm.weight"), 0);
     story(write_draft(&d, in_tmp("keys.gguf")), true);
