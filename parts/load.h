@@ -519,16 +519,16 @@ static bool is_followed(Gguf *g, const GgufKv *kv) {
         { "gemma4.rope.partial_rotary_factor", NULL, 0.25 } };
     if (!has_prefix(kv->key, watched)) return has_prefix(kv->key, ordinary);
     const size_t n = kv->key.n, n_end = strlen("_token_id");
-    const bool is_tokenizer = !memcmp(kv->key.s, "tokenizer.", 10);
-    if (is_tokenizer && n > n_end && !memcmp(kv->key.s + n - n_end, "_token_id", n_end)) return true;
+    static const char *const later[] = { "tokenizer.", "general.", NULL };             // others may read these later
+    const bool is_later = has_prefix(kv->key, later);
+    if (is_later && n > n_end && !memcmp(kv->key.s + n - n_end, "_token_id", n_end)) return true;
     for (size_t i = 0; i < sizeof neutral / sizeof *neutral; i++) {
         if (!str_is(kv->key, neutral[i].key)) continue;
         if (neutral[i].text ? kv->type == GGUF_V_STR && str_is((GgufStr){ (const char *)kv->data, (size_t)kv->count },
                                                                neutral[i].text)
                             : number_is(g, kv, neutral[i].number, neutral[i].number)) return true;
     }
-    if (is_tokenizer || !memcmp(kv->key.s, "general.", 8) ? has_prefix(kv->key, known)
-                                                          : kv->read || has_prefix(kv->key, known)) return true;
+    if (has_prefix(kv->key, known) || (!is_later && kv->read)) return true;
     return kv->type == GGUF_V_STR || kv->type == GGUF_V_ARRAY ? !kv->count : number_is(g, kv, 0, 0);
 }
 
