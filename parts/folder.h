@@ -890,14 +890,14 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     free(text);
 }
 
-// Adds the ids of a member, one or an array, to ids[MAX_IDS]; more are left out.
-enum { MAX_IDS = 1024 };
+// Adds the ids of a member, one or an array, to ids[MAX_END_IDS]; more are left out.
+enum { MAX_END_IDS = 1024 };
 static void hf_add_ids(const char *file, const char *key, GgufJson v, int32_t *ids, size_t *n) {
     GgufJson item = v;
     int64_t id;
     const bool many = v.type == GGUF_J_ARRAY;
     if (v.type == GGUF_J_NULL) return;
-    while ((!many || gguf_json_next(&v, NULL, &item)) && *n < MAX_IDS) {
+    while ((!many || gguf_json_next(&v, NULL, &item)) && *n < MAX_END_IDS) {
         if (!gguf_json_int(&item, 0, INT32_MAX, &id))
             die("%s: '%s': expected ids of tokens, got %s", file, key, shown((GgufStr){ item.s, item.n }));
         size_t i = 0;
@@ -910,7 +910,7 @@ static void hf_add_ids(const char *file, const char *key, GgufJson v, int32_t *i
 // Puts the ids that end an answer, of generation_config.json (root; NULL: none) and config.json together.
 static void hf_end_keys(GgufWriter *w, const HfConfig *c, const GgufJson *root) {
     static const char key[] = "eos_token_id";
-    int32_t ids[MAX_IDS];
+    int32_t ids[MAX_END_IDS];
     size_t n = 0;
     GgufJson v;
     hf_get(c, key, &v);                                // so that it counts as read
@@ -953,7 +953,7 @@ static void hf_generation_keys(GgufWriter *w, const HfConfig *c, const char *fol
                 shown((GgufStr){ v.s, v.n }));
         gguf_put_u32(w, "general.sampling.top_k", (uint32_t)(k < 0 ? 0 : k));
     }
-    int32_t ids[MAX_IDS];
+    int32_t ids[MAX_END_IDS];
     size_t n = 0;
     if (gguf_json_get(&root, "suppress_tokens", &v))
         hf_add_ids("generation_config.json", "suppress_tokens", v, ids, &n);
