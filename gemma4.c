@@ -71,9 +71,10 @@ typedef struct {              // GGUF keys begin with "gemma4."
     int    expert_dim;        // expert_feed_forward_length
     int    n_ctx_train;       // context_length
     float  eps;               // attention.layer_norm_rms_epsilon
-    float  logit_cap;         // final_logit_softcapping
+    float  logit_cap;         // final_logit_softcapping; 0: none
     double rope_base;         // rope.freq_base: theta of global layers
     double rope_base_swa;     // rope.freq_base_swa: theta of sliding layers
+    double rope_factor;       // rope.scaling.factor: divides the frequencies of global layers; 1: not scaled
     LayerConfig layer[MAX_LAYERS];
 } Config;
 

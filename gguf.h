@@ -102,6 +102,7 @@ typedef struct {
     uint64_t count;             // scalar: 1; string: bytes; array: elements
     const uint8_t *data;        // scalar, string, array of fixed-size elements: the bytes, unaligned
     GgufStr *strs;              // array of strings: (count); else NULL
+    bool read;                  // gguf_find_kv has returned it, so somebody knows the key
 } GgufKv;
 
 typedef struct {
@@ -118,6 +119,7 @@ typedef struct {
     GgufKv *kvs;         size_t n_kvs;      // of a split model: those of its first part
     GgufTensor *tensors; size_t n_tensors;  // of all parts
     size_t file_size, data_start;           // bytes: of all parts together; of the first part
+    bool converted;             // made by gguf_from_writer: keys and tensor names are not those of the files
     char err[1024];             // the last failure, one line; "" if there was none
     // private
     const uint8_t *meta;        // the checked metadata: a private copy of the file's head, or gguf_parse's bytes
@@ -500,6 +502,7 @@ const GgufKv *gguf_find_kv(const Gguf *g, const char *key) {
     if (g->kv_slots == 0) return NULL;
     size_t slot = gguf__slot(g->kv_index, g->kv_slots, g->kvs, sizeof(GgufKv), gguf__str(key));
     uint32_t i = g->kv_index[slot];
+    if (i && !g->kvs[i - 1].read) g->kvs[i - 1].read = true;
     return i ? &g->kvs[i - 1] : NULL;
 }
 
@@ -1354,6 +1357,7 @@ int gguf_from_writer(Gguf *g, const GgufWriter *w, const uint8_t *const *data, G
     if (head) failed = gguf__metadata(g, head, size, size + (size_t)w->data_size);
     if (failed) gguf_close(g);
     else for (size_t i = 0; i < g->n_tensors; i++) g->tensors[i].data = data[i];
+    g->converted = true;
     return failed;
 }
 

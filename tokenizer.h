@@ -59,6 +59,8 @@ typedef struct {
     int bos, eos, eot;        // ids; -1 if the file has none
     TokStr chat_template;     // its source; empty: the file has none. Selects the chat variant
     bool has_ple;             // per-layer embeddings; selects the chat variant if there is no template
+    const int32_t *ends;      // (n_ends) further ids that end generation; beyond TOK_MAX_STOPS they are ignored
+    int n_ends;
 } TokVocab;
 
 // Google's chat templates. tok_init recognises them by words in their source.
@@ -74,12 +76,14 @@ typedef struct { int32_t left, right; uint32_t rank; int32_t merged; } Tok__Merg
 
 enum { TOK_KIND_NORMAL, TOK_KIND_HIDDEN, TOK_KIND_BYTE };              // Tokenizer.kind: text, control, one byte <0xHH>
 
+enum { TOK_MAX_STOPS = 32 };
+
 typedef struct Tokenizer {
     int n_tokens;
     bool large_variant;       // with thinking off, prompts end in an empty thought block; may be set after tok_init
     TokTemplate chat_template;   // the file's template; tok_chat always renders the canonical one
     int bos, eos, eot;        // from the file, or bos and eos by their text; -1: unknown
-    int32_t stop[8];          // (n_stop) ids that end generation
+    int32_t stop[TOK_MAX_STOPS];      // (n_stop) ids that end generation
     int n_stop;
     int n_skipped;            // merges that are ignored: without space, or with a text that is not a token
     size_t stream_cap;        // size of out[] with which tok_stream_push and tok_stream_flush never lose characters
@@ -128,8 +132,8 @@ int tok_encode(Tokenizer *t, const char *text, size_t n, TokMode mode, TokIds *o
 // show_special, and for an id out of range.
 TokStr tok_piece(const Tokenizer *t, int32_t id, bool show_special);
 
-// True for the file's eos and eot, <eos>, <turn|>, <|tool_response>, and <|turn>, which would begin another role's
-// turn.
+// True for the file's eos, eot and further ends, <eos>, <turn|>, <|tool_response>, and <|turn>, which would begin
+// another role's turn.
 bool tok_is_stop(const Tokenizer *t, int32_t id);
 
 // Decodes ids one by one to whole characters: an incomplete character waits in pending[]; a byte that cannot be part of
@@ -617,7 +621,7 @@ static int tok__index_pieces(Tokenizer *t, const TokVocab *v) {
 }
 
 static void tok__add_stop(Tokenizer *t, int32_t id) {
-    if (id >= 0 && !tok_is_stop(t, id)) t->stop[t->n_stop++] = id;
+    if (id >= 0 && t->n_stop < TOK_MAX_STOPS && !tok_is_stop(t, id)) t->stop[t->n_stop++] = id;
 }
 
 static bool tok__contains(TokStr s, const char *what) {
@@ -647,6 +651,9 @@ static int tok__check(Tokenizer *t, const TokVocab *v) {
     for (size_t i = 0; i < 3; i++)
         if (given[i].id < -1 || given[i].id >= v->n_tokens)
             return tok__fail(t, "%s token id: expected 0..%d, got %d", given[i].name, v->n_tokens - 1, given[i].id);
+    for (int i = 0; i < v->n_ends; i++)
+        if (v->ends[i] < 0 || v->ends[i] >= v->n_tokens)
+            return tok__fail(t, "end token id: expected 0..%d, got %d", v->n_tokens - 1, v->ends[i]);
     return 0;
 }
 
@@ -669,6 +676,7 @@ int tok_init(Tokenizer *t, const TokVocab *v) {
     t->eot = v->eot;
     const int32_t stop[] = { t->eos, t->eot, t->tag_eos, t->turn_close, t->response_open, t->turn_open };
     for (size_t i = 0; i < sizeof stop / sizeof *stop; i++) tok__add_stop(t, stop[i]);
+    for (int i = 0; i < v->n_ends; i++) tok__add_stop(t, v->ends[i]);
     tok__read_template(t, v);
     return 0;
 }

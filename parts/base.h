@@ -45,8 +45,19 @@ extern const char *volatile unfinished;                // path of the file that 
 // Handles SIGBUS: pages of a mapped model file cannot be read, because the file was shortened or its disk failed.
 void on_lost_pages(int signal_number);
 void *alloc_or_die(size_t n, size_t size);             // host memory, zeroed
-// Bytes of host memory that can be used without swapping: free memory and the page cache.
+// Bytes of host memory that can be used without swapping: free memory and the page cache. All memory of the machine. If
+// the process is in a control group with a limit (a container), both are at most what that leaves.
 size_t available_memory(void);
+size_t total_memory(void);
+
+typedef struct {
+    size_t room, memory;      // bytes that may still be allocated; that may be allocated in all. SIZE_MAX: no limit
+    double cores;             // processor time per time; INFINITY: no limit
+} GroupLimits;
+
+// The limits of the control groups of this process, versions 1 and 2, and of all groups around them. The page cache
+// does not count as used. root: "", or a folder that stands for / in tests.
+GroupLimits group_limits(const char *root);
 
 typedef struct { const char **text; int n; } TextList;
 typedef struct { int n[32], count; } IntList;
@@ -63,6 +74,9 @@ static inline int max_int(int a, int b) { return a > b ? a : b; }
 
 // Reads a whole file of at most MAX_FILE bytes; path NULL: the rest of standard input. The caller frees the result.
 void *read_file(const char *path, size_t *size, const char *flag);
+// Reads a text in the same way: drops the byte order mark of UTF-8, converts UTF-16 that has one to UTF-8. Dies if the
+// text is UTF-16 without a mark or incomplete.
+char *read_text(const char *path, size_t *size, const char *flag);
 
 // A file that gets its name when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and an older TARGET
 // is kept. A process that is killed may leave such a file; it does no harm, since the digits are random.
@@ -156,13 +170,110 @@ void *alloc_or_die(size_t n, size_t size) {
     return p;
 }
 
-size_t available_memory(void) {
-    char line[128];
-    unsigned long long kb = 0;
-    FILE *f = fopen("/proc/meminfo", "r");
-    while (f && !kb && fgets(line, sizeof line, f)) sscanf(line, "MemAvailable: %llu kB", &kb);
+// ---- limits of control groups ----
+// /proc/self/cgroup says in which groups the process is, "NUMBER:CONTROLLERS:PATH" ("0::PATH" in version 2), and
+// /proc/self/mountinfo where their files are: "ID PARENT DEVICE ROOT MOUNT_POINT ... - cgroup2 SOURCE OPTIONS".
+
+// The number after `label` in a file, or the first one if label is "". False: no such file or number; "max" is none.
+static bool file_number(const char *folder, const char *name, const char *label, double *out) {
+    char path[2304], line[256];
+    bool found = false;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "r");
+    const size_t n = strlen(label);
+    while (f && !found && fgets(line, sizeof line, f)) {
+        char *end = line;
+        if (strncmp(line, label, n)) continue;
+        *out = strtod(line + n, &end);
+        found = end != line + n;
+    }
     if (f) fclose(f);
-    return kb ? (size_t)kb * 1024 : (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    return found;
+}
+
+// Lowers the limits to those of one group, whose files are in a folder.
+static void limit_by_group(const char *folder, GroupLimits *lim) {
+    static const char *const names[2][2] = { { "memory.max", "memory.current" },
+                                             { "memory.limit_in_bytes", "memory.usage_in_bytes" } };
+    static const char *const cache[2][2] = { { "active_file ", "inactive_file " },
+                                             { "total_active_file ", "total_inactive_file " } };
+    double limit, used, quota, period = 100000;
+    for (int v = 0; v < 2; v++) {
+        if (!file_number(folder, names[v][0], "", &limit) || !(limit >= 0 && limit < 0x1p62)) continue;
+        if (!file_number(folder, names[v][1], "", &used)) used = 0;
+        for (int k = 0; k < 2; k++) {
+            double pages = 0;
+            if (file_number(folder, "memory.stat", cache[v][k], &pages)) used -= pages;
+        }
+        const double room = limit - fmax(used, 0);
+        if (limit < (double)lim->memory) lim->memory = (size_t)limit;
+        if (room < (double)lim->room) lim->room = room > 0 ? (size_t)room : 0;
+    }
+    char path[2304], line[64];
+    snprintf(path, sizeof path, "%s/cpu.max", folder);
+    FILE *f = fopen(path, "r");
+    const bool has_quota = f ? fgets(line, sizeof line, f) && sscanf(line, "%lf %lf", &quota, &period) >= 1 :
+                           file_number(folder, "cpu.cfs_quota_us", "", &quota);
+    if (f) fclose(f);
+    else file_number(folder, "cpu.cfs_period_us", "", &period);
+    if (has_quota && quota > 0 && period > 0) lim->cores = fmin(lim->cores, quota / period);
+}
+
+// Lowers the limits to those of the group `path` of a hierarchy and of the groups around it. at: its mount point. root:
+// the group that is mounted there; a container may see a path that is not below it, and then its own group is mounted.
+static void limit_by_groups(const char *at, const char *root, const char *path, GroupLimits *lim) {
+    char folder[2048];
+    const size_t n = strcmp(root, "/") ? strlen(root) : 0, top = strlen(at);
+    const bool below = !strncmp(path, root, n) && (path[n] == '/' || !path[n]) && strncmp(path, "/..", 3);
+    if ((size_t)snprintf(folder, sizeof folder, "%s%s", at, below ? path + n : "") >= sizeof folder) return;
+    for (;;) {
+        limit_by_group(folder, lim);
+        char *slash = strrchr(folder, '/');
+        if (!slash || strlen(folder) <= top) return;
+        *slash = 0;
+    }
+}
+
+GroupLimits group_limits(const char *root) {
+    GroupLimits lim = { SIZE_MAX, SIZE_MAX, INFINITY };
+    char file[512], line[4096], group[1024], mounted[1024], point[512], at[1024], kind[32], options[512];
+    snprintf(file, sizeof file, "%s/proc/self/mountinfo", root);
+    FILE *mounts = fopen(file, "r");
+    while (mounts && fgets(line, sizeof line, mounts)) {
+        const char *dash = strstr(line, " - cgroup");
+        if (!dash || sscanf(line, "%*s %*s %*s %1023s %511s", mounted, point) != 2 ||
+            sscanf(dash, " - %31s %*s %511s", kind, options) != 2) continue;
+        const bool unified = !strcmp(kind, "cgroup2");
+        snprintf(at, sizeof at, "%s%s", root, point);
+        snprintf(file, sizeof file, "%s/proc/self/cgroup", root);
+        FILE *groups = fopen(file, "r");
+        while (groups && fgets(line, sizeof line, groups)) {
+            char controllers[256] = "", *colon = strchr(line, ':'), *second = colon ? strchr(colon + 1, ':') : NULL;
+            if (!second) continue;
+            snprintf(controllers, sizeof controllers, "%.*s", (int)(second - colon - 1), colon + 1);
+            snprintf(group, sizeof group, "%.*s", (int)strcspn(second + 1, "\n"), second + 1);
+            const char *word = strstr(options, controllers);               // "rw,cpu,cpuacct"
+            const bool is_of = word && word > options && word[-1] == ',' && strchr(",", word[strlen(controllers)]);
+            if (unified ? !*controllers : *controllers && is_of) limit_by_groups(at, mounted, group, &lim);
+        }
+        if (groups) fclose(groups);
+    }
+    if (mounts) fclose(mounts);
+    return lim;
+}
+
+size_t available_memory(void) {
+    double kb = 0;
+    const size_t room = group_limits("").room;
+    const size_t all = file_number("/proc", "meminfo", "MemAvailable:", &kb) ? (size_t)kb * 1024 :
+                       (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    return room < all ? room : all;
+}
+
+size_t total_memory(void) {
+    const size_t limit = group_limits("").memory;
+    const size_t all = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    return limit < all ? limit : all;
 }
 
 void *read_file(const char *path, size_t *size, const char *flag) {
@@ -182,6 +293,51 @@ void *read_file(const char *path, size_t *size, const char *flag) {
     if (f != stdin) fclose(f);                         // keep file descriptor 0 open: no later file may get it
     *size = n;
     return data;
+}
+
+// Converts n bytes of UTF-16, in little-endian order or not, to UTF-8; half of a pair becomes U+FFFD. *size: its bytes.
+static char *text_of_utf16(const uint8_t *s, size_t n, bool little, size_t *size) {
+    char *text = alloc_or_die(n / 2 * 3 + 1, 1);
+    size_t at = 0;
+    for (size_t i = 0; i + 1 < n; i += 2) {
+        uint32_t c = little ? s[i] | (uint32_t)s[i + 1] << 8 : s[i + 1] | (uint32_t)s[i] << 8;
+        const uint32_t next = i + 3 >= n ? 0 : little ? s[i + 2] | (uint32_t)s[i + 3] << 8
+                                                      : s[i + 3] | (uint32_t)s[i + 2] << 8;
+        if (c >= 0xd800 && c < 0xdc00 && next >= 0xdc00 && next < 0xe000) {
+            c = 0x10000 + ((c - 0xd800) << 10) + (next - 0xdc00);
+            i += 2;
+        } else if (c >= 0xd800 && c < 0xe000) {
+            c = 0xfffd;
+        }
+        const int more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;       // bytes after the first
+        static const uint8_t first[] = { 0, 0xc0, 0xe0, 0xf0 };
+        text[at++] = (char)(first[more] | c >> 6 * more);
+        for (int k = more - 1; k >= 0; k--) text[at++] = (char)(0x80 | (c >> 6 * k & 0x3f));
+    }
+    *size = at;
+    return text;
+}
+
+char *read_text(const char *path, size_t *size, const char *flag) {
+    size_t n;
+    char *data = read_file(path, &n, flag);
+    const uint8_t *s = (const uint8_t *)data;
+    const bool little = n >= 2 && s[0] == 0xff && s[1] == 0xfe, big = n >= 2 && s[0] == 0xfe && s[1] == 0xff;
+    size_t zeros[2] = { 0, 0 }, looked = n < 128 ? n / 2 * 2 : 128;
+    for (size_t i = 0; i < looked; i++) zeros[i % 2] += !s[i];
+    if ((little || big) && n % 2)
+        die("%s: %s: UTF-16: expected an even number of bytes, got %zu; try a file in UTF-8", flag,
+            path ? path : "standard input", n);
+    if (!little && !big && looked >= 4 && ((!zeros[0] && zeros[1] == looked / 2) ||
+                                           (!zeros[1] && zeros[0] == looked / 2)))
+        die("%s: %s: expected UTF-8, got what looks like UTF-16 without a byte order mark; try a file in UTF-8", flag,
+            path ? path : "standard input");
+    *size = n;
+    if (n >= 3 && !memcmp(s, "\xef\xbb\xbf", 3)) memmove(data, data + 3, *size -= 3);
+    if (!little && !big) return data;
+    char *text = text_of_utf16(s + 2, n - 2, little, size);
+    free(data);
+    return text;
 }
 
 // Resolves the symbolic links of a path; the file need not exist. The caller frees the result; NULL: see errno.
@@ -333,11 +489,13 @@ static struct {
 } pool = { .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER };
 
 static int count_cores(void) {                         // cores that this process may use
+    const double quota = ceil(group_limits("").cores);
+    int n = max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
 #ifdef __linux__
     cpu_set_t set;
-    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+    if (!sched_getaffinity(0, sizeof set, &set)) n = CPU_COUNT(&set);
 #endif
-    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
+    return quota < n ? max_int(1, (int)quota) : n;
 }
 
 static void pause_briefly(void) {

@@ -207,8 +207,9 @@ static double sampling_value(Gguf *g, double given, const char *key, double max,
     double v = 0;
     int64_t i = 0;
     const bool is_float = kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64;
-    if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, 0, INT_MAX, &i) < 0) die_gguf(g);
+    if (is_float ? gguf_get_float(g, key, &v) < 0 : gguf_get_int(g, key, -1, INT_MAX, &i) < 0) die_gguf(g);
     if (!is_float) v = (double)i;
+    if (v == -1 && max == INT_MAX) v = 0;              // top-k -1, as 0: off
     if (!(v >= 0 && v <= max)) die("%s: key '%s': expected 0 to %.10g, got %g (E_META_RANGE)", g->path, key, max, v);
     return v;
 }
@@ -248,7 +249,7 @@ static char *read_prompt(const Flags *f, size_t *n) {
     if (path && !strcmp(path, "-") && f->interactive)
         die("-f: expected a file, got -: a chat reads its messages from standard input");
     size_t n_file = 0;
-    char *file = path ? read_file(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
+    char *file = path ? read_text(strcmp(path, "-") ? path : NULL, &n_file, "-f") : NULL;
     if (!f->prompt && !f->prompt_file && !n_file) {
         free(file);
         return NULL;
@@ -330,8 +331,9 @@ static SampleParams sampling_params(const Flags *f, Gguf *g) {
         .temperature = (float)sampling_value(g, f->temperature, "general.sampling.temp", 1000, 1.0),
         .top_k = (int32_t)sampling_value(g, f->top_k, "general.sampling.top_k", INT_MAX, 64),
         .top_p = (float)sampling_value(g, f->top_p, "general.sampling.top_p", 1, 0.95),
-        .min_p = isnan(f->min_p) ? 0 : (float)f->min_p,
-        .repeat = (float)f->repeat, .presence = (float)f->presence, .frequency = (float)f->frequency
+        .min_p = (float)sampling_value(g, f->min_p, "general.sampling.min_p", 1, 0),
+        .repeat = (float)sampling_value(g, f->repeat, "general.sampling.penalty_repeat", 1000, 1),
+        .presence = (float)f->presence, .frequency = (float)f->frequency
     };
 }
 
@@ -425,7 +427,7 @@ static Grammar *read_grammar(const Flags *f, const Tokenizer *t, TokStr tools) {
         if (name) die("%s: expected either %s or %s", from[i].name, name, from[i].name);
         name = from[i].name;
         size_t n = strlen(from[i].text);
-        file = from[i].is_file ? read_file(from[i].text, &n, name) : NULL;
+        file = from[i].is_file ? read_text(from[i].text, &n, name) : NULL;
         text = (TokStr){ file ? file : from[i].text, n };
         is_schema = from[i].is_schema;
     }
@@ -496,7 +498,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     if (!text && !chatting) die_without_prompt(f);
     const char *const from = chatting ? "-i" : f->prompt ? "-p" : f->prompt_file ? "-f" : "standard input";
     check_generate_flags(f, chatting);
-    char *tools = f->tools ? read_file(f->tools, &n_tools, "--tools") : NULL;
+    char *tools = f->tools ? read_text(f->tools, &n_tools, "--tools") : NULL;
     o.penalties = has_penalties(f);
     o.bias = f->biases.n > 0;
     const Drafting drafting = drafting_of(f, ops, &o);
@@ -516,7 +518,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
                                  .shift = f->shift, .grammar = read_grammar(f, &tok, c.tools), .may_think = f->think };
     c.options.sampling = sampling_params(f, &m->gguf);
-    if (f->greedy) c.options.sampling.temperature = 0;     // so that print_sampling() says greedy
+    if (f->greedy) c.options.sampling.temperature = 0, c.options.sampling.repeat = 1;      // as the plain loop does
     c.options.drafting = drafting;
     if (chatting) measure_pace(m, &tok, &drafting);    // one answer is too short to repay this
     c.s = session_open(m, &tok, 0);
@@ -608,6 +610,11 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
                        .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
                        .origins = f->origins, .public_url = f->public_url,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
+    if (s.cache_ram > free_bytes) {
+        fprintf(stderr, "# warning: --cache-ram %.0f exceeds the available memory; %zu MiB are used\n", f->cache_ram,
+                free_bytes >> 20);
+        s.cache_ram = free_bytes;
+    }
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     check_origins(&s);
     o.n_seqs = (int)f->parallel;
@@ -775,7 +782,7 @@ static const Ops *choose_ops(const Flags *f) {
 // Does what the command line asks for. Returns the exit status.
 static int command_line(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
-                .min_p = NAN, .repeat = 1, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
+                .min_p = NAN, .repeat = NAN, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
                 .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
                 .pflash_from = 16384, .n_needles = 1, .last = VIEW_ROWS };
     int status = 0;

@@ -48,7 +48,7 @@ static void cpu_upload(Tensor *w, void *dst) {         // weights are read in th
 
 static void cpu_memory(size_t *free_bytes, size_t *total) {
     *free_bytes = available_memory();
-    *total = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    *total = total_memory();
 }
 
 static void read_words(const void *task, int first, int end) {

@@ -180,6 +180,7 @@ static void load_mtp_config(Model *m) {
     c->eps      = (float)key_float(g, KEY("attention.layer_norm_rms_epsilon"), 0);
     c->rope_base     = key_float(g, KEY("rope.freq_base"), t->rope_base);
     c->rope_base_swa = key_float(g, KEY("rope.freq_base_swa"), t->rope_base_swa);
+    c->rope_factor   = load_rope_factor(g, d->arch, t->rope_factor);
     d->window[1] = (int)key_int(g, KEY("attention.sliding_window"), 1, MAX_CONTEXT, t->n_swa);
     must_agree(m, "sliding window", d->window[1], t->n_swa);
     int64_t head_dim[2];
@@ -268,7 +269,7 @@ static void bind_mtp(Model *m) {
         const int s = lc->is_swa;
         const bool has_factors = !s && find_tensor(b, "rope_freqs.weight");
         const float *factors = has_factors ? host_vector(b, "rope_freqs.weight", lc->head_dim / 2) : NULL;
-        if (s || has_factors) bind_rope(b, w, s, base[s], lc->head_dim, factors);
+        if (s || has_factors) bind_rope(b, w, s, base[s], lc->head_dim, factors, s ? 1 : c->rope_factor);
         if ((s || has_factors) && (w->n_pairs[s] != t->n_pairs[s] ||
                                    memcmp(w->inv_freq[s], t->inv_freq[s], (size_t)t->n_pairs[s] * sizeof(double))))
             die("%s: draft model for %s: expected the model's own RoPE of %s layers, got another one; try the draft "
@@ -330,8 +331,10 @@ static void load_dflash_config(Model *m) {
     c->n_layers  = (int)key_int(g, KEY("block_count"), 1, MAX_LAYERS, 0);
     c->n_heads   = (int)key_int(g, KEY("attention.head_count"), 1, 1024, 0);
     c->eps       = (float)key_float(g, KEY("attention.layer_norm_rms_epsilon"), 0);
-    c->logit_cap = (float)key_float(g, EITHER("final_logit_softcapping", "dflash.logit_softcap"), t->logit_cap);
+    const char *cap = EITHER("final_logit_softcapping", "dflash.logit_softcap");
+    c->logit_cap = gguf_find_kv(g, cap) ? (float)key_float(g, cap, 0) : t->logit_cap;
     c->rope_base = key_float(g, KEY("rope.freq_base"), 0);
+    c->rope_factor = load_rope_factor(g, d->arch, 1);
     d->window[0]  = DFLASH_WINDOW;
     d->window[1]  = (int)key_int(g, EITHER("attention.sliding_window", "dflash.sliding_window"), 1, MAX_CONTEXT, 2048);
     d->block_size = (int)key_int(g, EITHER("block_size", "dflash.block_size"), 2, STEP_ROWS, 0);
@@ -392,7 +395,8 @@ static void bind_dflash(Model *m) {
     if (find_tensor(b, "output.weight")) bind_scaled(b, &w->output, "output.weight", c->vocab, c->dim, 1);
     const int head_dim = c->layer[0].head_dim;
     const bool has_factors = find_tensor(b, "rope_freqs.weight") != NULL;
-    bind_rope(b, w, 0, c->rope_base, head_dim, has_factors ? host_vector(b, "rope_freqs.weight", head_dim / 2) : NULL);
+    bind_rope(b, w, 0, c->rope_base, head_dim, has_factors ? host_vector(b, "rope_freqs.weight", head_dim / 2) : NULL,
+              c->rope_factor);
     for (int l = 0; l < c->n_layers; l++) bind_dflash_layer(b, c, &w->layer[l], l);
 }
 

@@ -136,10 +136,10 @@ static const Flag flags[] = {
     { "--top-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(top_p), 0, 1,
       "sample from the most likely tokens that together have probability P; default: the file's value, else 0.95" },
     { "--min-p", NULL, "P", FLAG_REAL, ANSWERS, FIELD(min_p), 0, 1,
-      "drop tokens below P x the top probability; default 0: off" },
+      "drop tokens below P x the top probability; default: the file's value, else 0: off" },
     { "--repeat-penalty", NULL, "R", FLAG_REAL, ANSWERS, FIELD(repeat), 0.001, 1000,
-      "divide positive logits of tokens already in the context by R, multiply negative ones; default 1: off "
-      "(llama.cpp: only the last 64 tokens count)" },
+      "divide positive logits of tokens already in the context by R, multiply negative ones; default: the file's "
+      "value, else 1: off (llama.cpp: only the last 64 tokens count)" },
     { "--presence-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(presence), -1000, 1000,
       "subtract P from the logits of tokens already in the context; default 0: off" },
     { "--frequency-penalty", NULL, "P", FLAG_REAL, ANSWERS, FIELD(frequency), -1000, 1000,
@@ -456,7 +456,9 @@ static const Foreign foreign[] = {
 };
 enum { N_FOREIGN = sizeof foreign / sizeof *foreign };
 
-static bool has_penalties(const Flags *f) { return f->repeat != 1 || f->presence != 0 || f->frequency != 0; }
+static bool has_penalties(const Flags *f) {             // given by flags; the file may have some too
+    return f->repeat < 1 || f->repeat > 1 || f->presence != 0 || f->frequency != 0;
+}
 static bool shifts_context(const Flags *f) { return f->shift; }
 
 // Refused flags that have no effect without other flags.

@@ -19,6 +19,11 @@ static const char *shown(GgufStr s) {
 
 static bool str_is(GgufStr s, const char *text) { return s.n == strlen(text) && !memcmp(s.s, text, s.n); }
 
+// The tanh form of GELU, by the names that it has.
+static bool is_gelu(GgufStr s) {
+    return str_is(s, "gelu_pytorch_tanh") || str_is(s, "gelu_new") || str_is(s, "gelu_tanh");
+}
+
 static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 
 // ==== [2] Hugging Face folders =======================================================================================
@@ -28,27 +33,40 @@ static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 // models, MTP assistants and DFlash drafters; tensors of other modalities are counted and left out. No value is changed
 // or permuted.
 
+typedef struct { const char *name[128]; int n; } HfRead;       // members of config.json that somebody asked for
+
 typedef struct {
     const char *path;           // of config.json
     GgufJson root, text;        // the whole object; its text_config, or the whole object if it has none
     bool assistant, dflash;     // kinds of drafters
+    bool unified;               // model_type gemma4_unified
     const char *arch;           // general.architecture
+    HfRead *read;
 } HfConfig;
 
 // Finds a member of text_config, or else of the whole object. A member that is null counts as missing.
 static bool hf_get(const HfConfig *c, const char *key, GgufJson *v) {
-    return (gguf_json_get(&c->text, key, v) || gguf_json_get(&c->root, key, v)) && v->type != GGUF_J_NULL;
+    int i = 0;
+    while (i < c->read->n && strcmp(c->read->name[i], key)) i++;
+    if (i == c->read->n && i < (int)(sizeof c->read->name / sizeof *c->read->name)) c->read->name[c->read->n++] = key;
+    return (gguf_json_get(&c->text, key, v) && v->type != GGUF_J_NULL) ||
+           (gguf_json_get(&c->root, key, v) && v->type != GGUF_J_NULL);
+}
+
+__attribute__((noreturn)) static void die_member(const HfConfig *c, const char *key, const char *want, GgufJson v) {
+    die("%s: '%s': expected %s, got %s", c->path, key, want, shown((GgufStr){ v.s, v.n }));
 }
 
 // Returns a number, or `fallback` if it is missing. It is required if fallback < min; in json_float, if fallback is 0.
 static int64_t hf_int(const HfConfig *c, const char *key, int64_t min, int64_t max, int64_t fallback) {
     GgufJson v = { 0 };
     int64_t n = fallback;
+    char want[64];
+    snprintf(want, sizeof want, "%" PRId64 "..%" PRId64, min, max);
     if (!hf_get(c, key, &v)) {
         if (fallback < min) die("%s: '%s': missing", c->path, key);
     } else if (!gguf_json_int(&v, min, max, &n)) {
-        die("%s: '%s': expected %" PRId64 "..%" PRId64 ", got %s", c->path, key, min, max,
-            shown((GgufStr){ v.s, v.n }));
+        die_member(c, key, want, v);
     }
     return n;
 }
@@ -64,9 +82,52 @@ static double json_float(const char *path, const GgufJson *object, const char *k
     return x;
 }
 
+static double hf_float(const HfConfig *c, const char *key, double fallback) {
+    GgufJson v = { 0 };
+    double x = fallback;
+    if (hf_get(c, key, &v) && !gguf_json_float(&v, &x)) die_member(c, key, "a number", v);
+    return x;
+}
+
 static bool hf_bool(const HfConfig *c, const char *key) {
     GgufJson v = { 0 };
     return hf_get(c, key, &v) && v.type == GGUF_J_TRUE;
+}
+
+// True for null, false, 0 and empty texts and containers: a member with such a value asks for nothing.
+static bool json_is_empty(const GgufJson *v) {
+    double x;
+    GgufJson rest = *v, item;
+    if (v->type == GGUF_J_NUMBER) return gguf_json_float(v, &x) && x == 0;
+    if (v->type == GGUF_J_ARRAY || v->type == GGUF_J_OBJECT) return !gguf_json_next(&rest, NULL, &item);
+    return v->type == GGUF_J_NULL || v->type == GGUF_J_FALSE || (v->type == GGUF_J_STRING && v->n == 2);
+}
+
+// Names to stderr, in one line, the members of an object that nobody has read. neutral: names that change nothing, with
+// NULL after the last; a name that ends with * stands for all that begin or, *NAME, end so.
+static void print_unread(const char *file, const GgufJson *objects, int n_objects, const HfRead *read,
+                         const char *const *neutral) {
+    char names[3 * 66 + 8] = "", name[66];
+    size_t n = 0;
+    for (int k = 0; k < n_objects; k++) {
+        GgufJson rest = objects[k], key, v;
+        while (gguf_json_next(&rest, &key, &v)) {
+            bool known = json_is_empty(&v);
+            snprintf(name, sizeof name, "%s", shown((GgufStr){ key.s + 1, key.n - 2 }));
+            const size_t len = strlen(name);
+            for (int i = 0; i < read->n; i++) known |= !strcmp(name, read->name[i]);
+            for (const char *const *p = neutral; *p; p++) {
+                const size_t m = strlen(*p) - 1;
+                known |= **p == '*' ? len >= m && !strcmp(name + len - m, *p + 1)
+                                    : (*p)[m] == '*' ? !strncmp(name, *p, m) : !strcmp(name, *p);
+            }
+            if (known) continue;
+            if (n < 3) snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", n ? ", " : "", name);
+            if (n == 3) strcat(names, ", ...");
+            n++;
+        }
+    }
+    if (n) fprintf(stderr, "# %s: %zu unused member%s: %s\n", file, n, n == 1 ? "" : "s", names);
 }
 
 // Returns the bytes of FOLDER/NAME; the caller frees them. NULL: there is no such file.
@@ -80,7 +141,7 @@ static char *read_in_folder(const char *folder, const char *name, size_t *n) {
     if (!S_ISREG(st.st_mode)) die("%s: expected a regular file", path);
     if (st.st_size > max_bytes)
         die("%s: expected at most %lld bytes, got %lld", path, (long long)max_bytes, (long long)st.st_size);
-    return read_file(path, n, folder);
+    return read_text(path, n, folder);
 }
 
 // Parses FOLDER/NAME as a JSON object. Returns its text, to which *value points; the caller frees it. NULL: no such
@@ -120,6 +181,7 @@ static const struct { const char *hf, *gguf; } hf_names[] = {
     { "post_feedforward_layernorm.weight", "post_ffw_norm.weight" }, { "layer_scalar", "layer_output_scale.weight" },
     { "router.proj.weight", "ffn_gate_inp.weight" }, { "router.scale", "ffn_gate_inp.scale" },
     { "router.per_expert_scale", "ffn_down_exps.scale" }, { "experts.gate_up_proj", "ffn_gate_up_exps.weight" },
+    { "experts.gate_proj", "ffn_gate_exps.weight" }, { "experts.up_proj", "ffn_up_exps.weight" },
     { "experts.down_proj", "ffn_down_exps.weight" }, { "pre_feedforward_layernorm_2.weight", "pre_ffw_norm_2.weight" },
     { "post_feedforward_layernorm_1.weight", "post_ffw_norm_1.weight" },
     { "post_feedforward_layernorm_2.weight", "post_ffw_norm_2.weight" },
@@ -127,33 +189,98 @@ static const struct { const char *hf, *gguf; } hf_names[] = {
     { "post_per_layer_input_norm.weight", "post_norm.weight" },
 };
 
-// Writes the GGUF name of a tensor of the text model. False: it belongs to another part of the model. A DFlash drafter
-// has no norm after attention: its post_attention_layernorm is the norm before the feed-forward network.
-static bool hf_tensor_name(const HfConfig *c, GgufStr name, char *out, size_t room) {
-    static const char *const prefixes[] = { "model.language_model.", "language_model.model.", "language_model.",
-                                            "model." };
-    char s[256];
+// The name of a tensor in quotes, for messages: if the file is a folder, the folder's name, then the GGUF name. Valid
+// until the next call.
+static const char *own_name(const Gguf *g, const char *gguf) {
+    static char text[256];
+    const char *hf = NULL;
+    int l = -1, end = 0;
+    if (sscanf(gguf, "blk.%4d.%n", &l, &end) != 1 || !end) l = -1;
+    for (size_t i = 0; l < 0 && i < sizeof hf_names / sizeof *hf_names; i++)
+        if (!strcmp(gguf, hf_names[i].gguf)) hf = hf_names[i].hf;
+    for (size_t i = 0; l >= 0 && i < sizeof hf_layer_names / sizeof *hf_layer_names; i++)
+        if (!strcmp(gguf + end, hf_layer_names[i].gguf)) hf = hf_layer_names[i].hf;
+    if (!g->converted || !hf) snprintf(text, sizeof text, "'%.200s'", gguf);
+    else if (l < 0) snprintf(text, sizeof text, "'%s' ('%.80s')", hf, gguf);
+    else snprintf(text, sizeof text, "'layers.%d.%s' ('%.80s')", l, hf, gguf);
+    return text;
+}
+
+// Removes `part` from s wherever it occurs.
+static void cut_out(char *s, const char *part) {
+    for (char *at; (at = strstr(s, part)); ) memmove(at, at + strlen(part), strlen(at + strlen(part)) + 1);
+}
+
+// Replaces a beginning of s, in a buffer of 256 bytes, if s has it.
+static bool replace_start(char *s, const char *start, const char *with) {
+    const size_t n = strlen(start), m = strlen(with);
+    if (strncmp(s, start, n) || strlen(s) - n + m >= 256) return false;
+    memmove(s + m, s + n, strlen(s + n) + 1);
+    memcpy(s, with, m);
+    return true;
+}
+
+// Writes the name without the prefixes of wrappers and of models that contain the text model, out[256]. False: it is
+// too long.
+static bool hf_stem(GgufStr name, char *out) {
+    static const char *const wrappers[] = { "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module." };
+    static const char *const prefixes[] = { "base_model.model.", "module.", "model.", "language_model.",
+                                            "text_model." };
+    if (name.n >= 256) return false;
+    memcpy(out, name.s, name.n);
+    out[name.n] = 0;
+    for (size_t i = 0; i < sizeof wrappers / sizeof *wrappers; i++) cut_out(out, wrappers[i]);
+    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes; i++)
+        if (replace_start(out, prefixes[i], "")) i = (size_t)-1;             // again from the first
+    return true;
+}
+
+// Renames a tensor of a layer to its name in transformers: other programs put the experts elsewhere. Returns the number
+// of the expert if the name is that of one expert, else -1.
+static int hf_usual_name(char *s) {
+    static const char *const suffixed[] = { "experts.gate_up_proj", "experts.gate_proj", "experts.up_proj",
+                                            "experts.down_proj", "router.scale", "router.per_expert_scale",
+                                            "layer_scalar" };
+    static const char *const starts[][2] = { { "moe.per_expert_scale", "router.per_expert_scale" },
+                                             { "moe.experts.", "experts." }, { "moe.router.", "router." },
+                                             { "moe.", "experts." }, { "mlp.experts.", "experts." },
+                                             { "experts.switch_glu.", "experts." }, { "switch_glu.", "experts." } };
+    int expert = -1, end = 0;
+    for (size_t i = 0; i < sizeof starts / sizeof *starts; i++) replace_start(s, starts[i][0], starts[i][1]);
+    if (sscanf(s, "experts.%5d.%n", &expert, &end) == 1 && end) memmove(s + 8, s + end, strlen(s + end) + 1);
+    else expert = -1;
+    if (expert < 0 && end) strcpy(s, "?");              // no such expert
+    for (size_t i = 0; i < sizeof suffixed / sizeof *suffixed; i++) {
+        const size_t n = strlen(suffixed[i]);
+        if (!strncmp(s, suffixed[i], n) && !strcmp(s + n, ".weight")) s[n] = 0;
+    }
+    return expert;
+}
+
+// Writes the GGUF name of a tensor of the text model. False: it belongs to another part of the model. *expert: the
+// number of the expert that the tensor is of, -1: all of them, or none. A DFlash drafter has no norm after attention:
+// its post_attention_layernorm is the norm before the feed-forward network.
+static bool hf_tensor_name(const HfConfig *c, GgufStr name, char *out, size_t room, int *expert) {
+    char s[256 + 64];                                  // hf_usual_name() makes names longer
     int l = 0, end = 0;
-    if (name.n >= sizeof s) return false;
-    memcpy(s, name.s, name.n);
-    s[name.n] = 0;
-    const char *p = s;
-    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes && p == s; i++)
-        if (!strncmp(s, prefixes[i], strlen(prefixes[i]))) p += strlen(prefixes[i]);
+    *expert = -1;
+    if (!hf_stem(name, s)) return false;
     for (size_t i = 0; i < sizeof hf_names / sizeof *hf_names; i++) {
-        if (strcmp(p, hf_names[i].hf)) continue;
+        if (strcmp(s, hf_names[i].hf)) continue;
         snprintf(out, room, "%s", hf_names[i].gguf);
         return true;
     }
-    if (sscanf(p, "layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
-    if (c->dflash && !strcmp(p + end, "post_attention_layernorm.weight")) {
+    if (sscanf(s, "layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
+    char *p = s + end;
+    if (c->dflash && !strcmp(p, "post_attention_layernorm.weight")) {
         snprintf(out, room, "blk.%d.ffn_norm.weight", l);
         return true;
     }
+    *expert = hf_usual_name(p);
     for (size_t i = 0; i < sizeof hf_layer_names / sizeof *hf_layer_names; i++) {
-        if (strcmp(p + end, hf_layer_names[i].hf)) continue;
+        if (strcmp(p, hf_layer_names[i].hf)) continue;
         snprintf(out, room, "blk.%d.%s", l, hf_layer_names[i].gguf);
-        return true;
+        return *expert < 0 || !strncmp(p, "experts.", 8);
     }
     return false;
 }
@@ -167,30 +294,100 @@ static bool hf_is_f32(const GgufTensor *t, const char *name) {
     return t->n_dims < 2 || strstr(name, "ffn_gate_inp.weight");
 }
 
-// Puts every tensor of the text model into w, and its bytes into data, which has one element more than st has tensors:
-// the first is rope_freqs, the factors that exclude `head_dim / 2 - n_rot` pairs of global layers from RoPE. tied: an
-// LM head in the file is a copy of the embedding table. Returns the rows of token_embd, 0: none.
-static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot,
-                           bool tied) {
-    size_t n = 0, n_other = 0, n_floats = (size_t)head_dim / 2;
-    uint64_t vocab = 0;
-    GgufStr first_other = { "", 0 };
+// Dies if a tensor that is left out belongs to the layers of the text model: results would be wrong without it.
+// Statistics of caches, tables of RoPE and biases of zeros are not missed.
+static void check_left_out(const Gguf *st, const GgufTensor *t) {
+    static const char *const harmless[] = { "rotary_emb.inv_freq", ".k_scale", ".v_scale", ".input_scale",
+                                            ".output_scale" };
+    char s[256];
+    if (!hf_stem(t->name, s) || strncmp(s, "layers.", 7)) return;
+    for (size_t i = 0; i < sizeof harmless / sizeof *harmless; i++) if (strstr(s, harmless[i])) return;
+    const bool is_bias = strlen(s) > 5 && !strcmp(s + strlen(s) - 5, ".bias");
+    size_t at = 0;
+    while (is_bias && at < t->size && !t->data[at]) at++;
+    if (is_bias && at == t->size) return;
+    die("%s: tensor '%s': a layer of Gemma 4 has no tensor of this name%s", st->path, shown(t->name),
+        is_bias ? ": biases are not supported" : strstr(s, "lora_") ? "; try to merge the LoRA adapter first" :
+        strstr(s, "weight_") || strstr(s, "qweight") ? "; try the folder that is not quantised, or a GGUF file" : "");
+}
+
+// Copies the experts of a layer, which are tensors of their own, into one tensor. t: the one of expert 0, gguf: the
+// name of the result. Its bytes are private memory, *data. ne[2]: the number of experts.
+static void hf_gather_experts(const HfConfig *c, Gguf *st, size_t t, const char *gguf, uint64_t ne[4],
+                              const uint8_t **data) {
+    const GgufTensor *first = &st->tensors[t];
+    const int n = (int)hf_int(c, "num_experts", 1, MAX_EXPERTS, 0);
     char name[320];
+    int expert;
+    if (first->n_dims != 2) die("%s: tensor '%s': expected a matrix", st->path, shown(first->name));
+    if (first->size > SIZE_MAX / 2 / (size_t)n || (size_t)n * first->size > available_memory())
+        die("out of memory: '%s' and the other experts of this matrix are tensors of their own and need %.1f GB to be "
+            "put together; try a GGUF file", shown(first->name), (double)n * (double)first->size * 1e-9);
+    uint8_t *all = gguf_private(st, (size_t)n * first->size);
+    bool *found = alloc_or_die(n, sizeof *found);
+    if (!all) die_gguf(st);
+    for (size_t i = 0; i < st->n_tensors; i++) {
+        const GgufTensor *e = &st->tensors[i];
+        if (!hf_tensor_name(c, e->name, name, sizeof name, &expert) || expert < 0 || strcmp(name, gguf)) continue;
+        if (expert >= n || found[expert] || e->type != first->type || e->size != first->size ||
+            e->ne[0] != first->ne[0])
+            die("%s: tensor '%s': expected one for each of %d experts, all of one type and shape", st->path,
+                shown(e->name), n);
+        memcpy(all + (size_t)expert * first->size, e->data, first->size);
+        found[expert] = true;
+    }
+    for (int e = 0; e < n; e++)
+        if (!found[e])
+            die("%s: tensor '%s': expected one for each of %d experts, got none for expert %d", st->path,
+                shown(first->name), n, e);
+    free(found);
+    memcpy(ne, (uint64_t[]){ first->ne[0], first->ne[1], (uint64_t)n, 1 }, 4 * sizeof *ne);
+    *data = all;
+}
+
+// Puts rope_freqs, the first tensor: the factors that scale the frequencies of n_rot pairs of global layers and exclude
+// the others from RoPE. Returns the floats after them, of which there is one for every element that becomes F32.
+static float *hf_put_rope(const HfConfig *c, Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot) {
+    size_t n_floats = (size_t)head_dim / 2;
+    char name[320];
+    int expert;
     for (size_t i = 0; i < st->n_tensors; i++)
-        if (hf_tensor_name(c, st->tensors[i].name, name, sizeof name) && hf_is_f32(&st->tensors[i], name))
+        if (hf_tensor_name(c, st->tensors[i].name, name, sizeof name, &expert) && hf_is_f32(&st->tensors[i], name))
             n_floats += (size_t)st->tensors[i].size;                            // at least the number of elements
     float *floats = gguf_private(st, n_floats * sizeof *floats);
     if (!floats) die_gguf(st);
     for (int i = 0; i < head_dim / 2; i++) floats[i] = i < n_rot ? 1 : 1e30f;
     gguf_put_tensor(w, (GgufStr){ "rope_freqs.weight", 17 }, GGUF_F32, 1, (uint64_t[]){ (uint64_t)head_dim / 2 });
-    data[n++] = (const uint8_t *)floats;
-    floats += head_dim / 2;
+    *data = (const uint8_t *)floats;
+    return floats + head_dim / 2;
+}
+
+// Returns the rows of the embedding table, whose columns have to agree with config.json.
+static uint64_t hf_embedding_rows(const HfConfig *c, const Gguf *st, const GgufTensor *t) {
+    const uint64_t dim = (uint64_t)hf_int(c, "hidden_size", 1, 1 << 20, 2304);
+    if (t->ne[0] != dim)
+        die("%s: tensor '%s' ('token_embd.weight'): expected %" PRIu64 " columns, the 'hidden_size' of config.json, "
+            "got %" PRIu64, st->path, shown(t->name), dim, t->ne[0]);
+    return t->ne[1];
+}
+
+// Puts every tensor of the text model into w, and its bytes into data, which has one element more than st has tensors.
+// tied: an LM head in the file is a copy of the embedding table. Returns the rows of token_embd, 0: none.
+static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uint8_t **data, int head_dim, int n_rot,
+                           bool tied) {
+    size_t n = 1, n_other = 0;
+    uint64_t vocab = 0;
+    GgufStr first_other = { "", 0 };
+    char name[320];
+    int expert;
+    float *floats = hf_put_rope(c, st, w, data, head_dim, n_rot);
     for (size_t i = 0; i < st->n_tensors; i++) {
         const GgufTensor *t = &st->tensors[i];
-        if (!hf_tensor_name(c, t->name, name, sizeof name)) {
+        if (!hf_tensor_name(c, t->name, name, sizeof name, &expert)) {
             if (c->dflash)
                 die("%s: tensor '%s': DFlash v1 has no tensor of this name; other draft models are not "
                     "supported", st->path, shown(t->name));
+            check_left_out(st, t);
             if (!n_other++) first_other = t->name;
             continue;
         }
@@ -200,10 +397,16 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
         if (!t->size || !(is_float || is_ids))
             die("%s: tensor '%s': expected F32, F16 or BF16, got %s", st->path, shown(t->name),
                 !t->size ? "no elements" : t->type < 0 ? "a type that GGUF does not have" : gguf_type_name(t->type));
+        if (expert > 0) continue;
         const bool f32 = is_float && hf_is_f32(t, name);
-        if (!strcmp(name, "token_embd.weight")) vocab = t->ne[1];
-        gguf_put_tensor(w, (GgufStr){ name, strlen(name) }, f32 ? GGUF_F32 : t->type, max_int(t->n_dims, 1), t->ne);
-        data[n++] = f32 ? (const uint8_t *)floats : t->data;
+        uint64_t ne[4];
+        memcpy(ne, t->ne, sizeof ne);
+        data[n] = f32 ? (const uint8_t *)floats : t->data;
+        if (!expert) hf_gather_experts(c, st, i, name, ne, &data[n]);
+        if (!strcmp(name, "token_embd.weight")) vocab = hf_embedding_rows(c, st, t);
+        gguf_put_tensor(w, (GgufStr){ name, strlen(name) }, f32 ? GGUF_F32 : t->type,
+                        expert ? max_int(t->n_dims, 1) : 3, ne);
+        n++;
         if (!f32) continue;
         gguf_dequantize(t->type, t->data, floats, n_elements(t));
         floats += n_elements(t);
@@ -242,82 +445,182 @@ static void hf_put_layers(GgufWriter *w, const HfConfig *c, const char *key, con
 
 typedef struct { int head_dim, n_rot; } HfRope;         // of global layers: values of a head, pairs that RoPE rotates
 
-typedef struct { int32_t ffn[MAX_LAYERS], kv_heads[MAX_LAYERS]; uint8_t is_swa[MAX_LAYERS]; } HfLayers;
+typedef struct {
+    int32_t ffn[MAX_LAYERS], kv_heads[MAX_LAYERS], head_dim[MAX_LAYERS];
+    uint8_t is_swa[MAX_LAYERS];
+} HfLayers;
 
-// Reads what differs between the n layers of a model, of which the last n_shared share K and V.
-static void hf_read_layers(const HfConfig *c, int n, int n_shared, HfLayers *out) {
-    const int32_t ffn = (int32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 0);
-    const int32_t kv_swa = (int32_t)hf_int(c, "num_key_value_heads", 1, 1024, 0);
-    const bool k_eq_v = hf_bool(c, "attention_k_eq_v");
-    const int32_t kv_full = k_eq_v ? (int32_t)hf_int(c, "num_global_key_value_heads", 1, 1024, kv_swa) : kv_swa;
-    const bool wide = hf_bool(c, "use_double_wide_mlp");
+// Reads which of n layers are sliding. By default every sixth is global, and the last.
+static void hf_read_types(const HfConfig *c, int n, uint8_t *is_swa) {
     GgufJson types, v;
     int l = 0;
-    if (!hf_get(c, "layer_types", &types) || types.type != GGUF_J_ARRAY)
-        die("%s: 'layer_types': expected an array", c->path);
-    for (; gguf_json_next(&types, NULL, &v); l++) {
+    for (; l < n; l++) is_swa[l] = (l + 1) % 6 && l + 1 < n;
+    if (!hf_get(c, "layer_types", &types)) return;
+    if (types.type != GGUF_J_ARRAY) die("%s: 'layer_types': expected an array", c->path);
+    for (l = 0; gguf_json_next(&types, NULL, &v); l++) {
         if (l == n) die("%s: 'layer_types': expected %d, one per layer, got more", c->path, n);
-        out->is_swa[l] = gguf_json_is(&v, "sliding_attention");
-        if (!out->is_swa[l] && !gguf_json_is(&v, "full_attention"))
-            die("%s: 'layer_types': expected sliding_attention or full_attention, got %s", c->path,
-                shown((GgufStr){ v.s, v.n }));
-        out->ffn[l] = wide && l >= n - n_shared ? 2 * ffn : ffn;
-        out->kv_heads[l] = out->is_swa[l] ? kv_swa : kv_full;
+        is_swa[l] = gguf_json_is(&v, "sliding_attention");
+        if (!is_swa[l] && !gguf_json_is(&v, "full_attention"))
+            die_member(c, "layer_types", "sliding_attention or full_attention", v);
     }
     if (l < n) die("%s: 'layer_types': expected %d, one per layer, got %d", c->path, n, l);
 }
 
-// Reads the bases of RoPE, and returns the part of the pairs that global layers rotate.
-static double hf_read_rope(const HfConfig *c, double *base, double *base_swa) {
-    GgufJson rope, full, sliding, v;
-    if (!hf_get(c, "rope_parameters", &rope) || !gguf_json_get(&rope, "full_attention", &full) ||
-        !gguf_json_get(&rope, "sliding_attention", &sliding))
-        die("%s: 'rope_parameters': expected full_attention and sliding_attention", c->path);
-    // "proportional" divides the exponent by the whole head; "default" does the same if all pairs rotate.
-    const double part = json_float(c->path, &full, "partial_rotary_factor", 1);
-    const double part_swa = json_float(c->path, &sliding, "partial_rotary_factor", 1);
-    if (!(gguf_json_get(&full, "rope_type", &v) && (gguf_json_is(&v, "proportional") || gguf_json_is(&v, "default"))) ||
-        (gguf_json_is(&v, "default") && part != 1) || !(part > 0 && part <= 1))
-        die("%s: 'rope_parameters': full_attention: expected rope_type proportional with a factor in 0..1", c->path);
-    if (!(gguf_json_get(&sliding, "rope_type", &v) && gguf_json_is(&v, "default")) || part_swa != 1)
-        die("%s: 'rope_parameters': sliding_attention: expected rope_type default for all pairs", c->path);
-    *base = json_float(c->path, &full, "rope_theta", 0);
-    *base_swa = json_float(c->path, &sliding, "rope_theta", 0);
-    return part;
+// Reads per_layer_config, {"5": {"head_dim": 512}, ..}, which replaces members for single layers. False: there is none.
+static bool hf_read_overrides(const HfConfig *c, int n, HfLayers *out) {
+    GgufJson all, key, layer, name, v, same = { 0 };
+    if (!hf_get(c, "per_layer_config", &all)) return false;
+    if (all.type != GGUF_J_OBJECT) die_member(c, "per_layer_config", "an object", all);
+    while (gguf_json_next(&all, &key, &layer)) {
+        char *end;
+        const long l = strtol(key.s + 1, &end, 10);
+        int64_t value = 0;
+        if (end == key.s + 1 || *end != '"' || l < 0 || l >= n || layer.type != GGUF_J_OBJECT)
+            die_member(c, "per_layer_config", "objects by the numbers of layers", key);
+        while (gguf_json_next(&layer, &name, &v)) {
+            int32_t *to = gguf_json_is(&name, "head_dim") ? &out->head_dim[l] :
+                          gguf_json_is(&name, "num_key_value_heads") ? &out->kv_heads[l] :
+                          gguf_json_is(&name, "intermediate_size") ? &out->ffn[l] : NULL;
+            char text[64];
+            snprintf(text, sizeof text, "%s", shown((GgufStr){ name.s + 1, name.n - 2 }));
+            if (!to && gguf_json_get(&c->text, text, &same) && same.n == v.n && !memcmp(same.s, v.s, v.n)) continue;
+            if (!to || !gguf_json_int(&v, 1, 1 << 20, &value))
+                die("%s: 'per_layer_config': layer %ld: '%s': expected head_dim, num_key_value_heads or "
+                    "intermediate_size, got %s", c->path, l, text, shown((GgufStr){ v.s, v.n }));
+            *to = (int32_t)value;
+        }
+    }
+    return true;
 }
 
-// Puts the keys of a text model or an MTP assistant, in the order of the converter.
-static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
-    const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 0);
-    const int head_dim = (int)hf_int(c, "global_head_dim", 32, MAX_HEAD_DIM, 512);
-    const int head_dim_swa = (int)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 0);
-    const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
-    HfLayers layers;
-    double base, base_swa;
-    hf_read_layers(c, n, n_shared, &layers);
-    const double part = hf_read_rope(c, &base, &base_swa);
+// Reads what differs between the n layers of a model, of which the last n_shared share K and V. Values that a file
+// leaves out are those of transformers. num_global_key_value_heads counts where V is the K projection; newer
+// configurations of unified models do not say so any more.
+static void hf_read_layers(const HfConfig *c, int n, int n_shared, HfLayers *out) {
+    const int32_t ffn = (int32_t)hf_int(c, "intermediate_size", 1, 1 << 20, 9216);
+    const int32_t kv_swa = (int32_t)hf_int(c, "num_key_value_heads", 1, 1024, 4);
+    const int32_t kv_global = (int32_t)hf_int(c, "num_global_key_value_heads", 0, 1024, 0);
+    const int32_t dim_swa = (int32_t)hf_int(c, "head_dim", 32, MAX_HEAD_DIM, 256);
+    const int32_t dim_global = (int32_t)hf_int(c, "global_head_dim", 0, MAX_HEAD_DIM, 0);
+    GgufJson v;
+    const bool k_eq_v = hf_get(c, "attention_k_eq_v", &v) ? v.type == GGUF_J_TRUE : c->unified;
+    const bool wide = hf_bool(c, "use_double_wide_mlp");
+    hf_read_types(c, n, out->is_swa);
+    for (int l = 0; l < n; l++) {
+        out->ffn[l] = wide && l >= n - n_shared ? 2 * ffn : ffn;
+        out->kv_heads[l] = kv_swa;
+        out->head_dim[l] = dim_swa;
+    }
+    const bool overrides = hf_read_overrides(c, n, out);
+    for (int l = 0; l < n; l++) {
+        if (!out->is_swa[l] && (dim_global || !overrides)) out->head_dim[l] = dim_global ? dim_global : 512;
+        if (!out->is_swa[l] && kv_global && k_eq_v) out->kv_heads[l] = kv_global;
+    }
+}
 
-    hf_put_u32(w, c, "block_count", (uint32_t)n);
-    hf_put_u32(w, c, "context_length", (uint32_t)hf_int(c, "max_position_embeddings", 1, MAX_CONTEXT, 0));
-    hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 0));
-    hf_put_layers(w, c, "feed_forward_length", layers.ffn, n);
-    hf_put_u32(w, c, "attention.head_count", (uint32_t)hf_int(c, "num_attention_heads", 1, 1024, 0));
-    hf_put_layers(w, c, "attention.head_count_kv", layers.kv_heads, n);
-    hf_put_f32(w, c, "rope.freq_base", base);
-    hf_put_f32(w, c, "rope.freq_base_swa", base_swa);
-    hf_put_f32(w, c, "attention.layer_norm_rms_epsilon", json_float(c->path, &c->text, "rms_norm_eps", 0));
+// Returns the values of a head in sliding or global layers, which have to agree; fallback: there is no such layer.
+static int hf_head_dim(const HfConfig *c, const HfLayers *layers, int n, bool is_swa, int fallback) {
+    int dim = 0;
+    for (int l = 0; l < n; l++) {
+        if ((layers->is_swa[l] != 0) != is_swa) continue;
+        if (dim && layers->head_dim[l] != dim)
+            die("%s: 'head_dim': expected %d in all %s layers, got %d in layer %d", c->path, dim,
+                is_swa ? "sliding" : "global", layers->head_dim[l], l);
+        dim = layers->head_dim[l];
+    }
+    return dim ? dim : fallback;
+}
+
+typedef struct { double base, part, factor; } HfRopeKind;      // theta; part of the pairs that rotate; scaling
+
+// Reads RoPE of global or sliding layers. "proportional" divides the exponent by the whole head; "default" and "linear"
+// do the same if all pairs rotate.
+static HfRopeKind hf_read_rope(const HfConfig *c, const char *kind, double base, double part) {
+    static const char *const members[] = { "rope_type", "rope_theta", "partial_rotary_factor", "factor" };
+    GgufJson rope, of, type = { 0 }, rest, key, v;
+    HfRopeKind out = { base, part, 1 };
+    if (!hf_get(c, "rope_parameters", &rope)) return out;
+    if (!gguf_json_get(&rope, kind, &of) || of.type != GGUF_J_OBJECT)
+        die("%s: 'rope_parameters': expected full_attention and sliding_attention", c->path);
+    const bool typed = gguf_json_get(&of, "rope_type", &type) && type.type != GGUF_J_NULL;
+    const bool proportional = typed && gguf_json_is(&type, "proportional");
+    const bool linear = typed && gguf_json_is(&type, "linear");
+    out.base = json_float(c->path, &of, "rope_theta", base);
+    out.part = json_float(c->path, &of, "partial_rotary_factor", 1);
+    if (proportional || linear) out.factor = json_float(c->path, &of, "factor", 1);
+    if ((typed && !proportional && !linear && !gguf_json_is(&type, "default")) || (!proportional && out.part != 1) ||
+        !(out.part > 0 && out.part <= 1) || !(out.factor > 0 && out.factor <= 1e6))
+        die("%s: 'rope_parameters': %s: expected rope_type default, linear or proportional, and only for proportional "
+            "a partial_rotary_factor other than 1, got %s", c->path, kind, shown((GgufStr){ of.s, of.n }));
+    for (rest = of; gguf_json_next(&rest, &key, &v); ) {
+        bool known = json_is_empty(&v);
+        for (size_t i = 0; i < sizeof members / sizeof *members; i++) known |= gguf_json_is(&key, members[i]);
+        if (!known)
+            die("%s: 'rope_parameters': %s: member %s is not supported", c->path, kind,
+                shown((GgufStr){ key.s, key.n }));
+    }
+    return out;
+}
+
+// Dies if the model asks for something that changes results and that this program does not do.
+static void hf_check_neutral(const HfConfig *c) {
+    static const char *const empty[] = { "attention_bias", "mlp_bias", "attn_logit_softcapping", "rope_scaling" };
+    GgufJson v;
+    for (size_t i = 0; i < sizeof empty / sizeof *empty; i++)
+        if (hf_get(c, empty[i], &v) && !json_is_empty(&v)) die_member(c, empty[i], "none: it is not supported", v);
+    static const char *const acts[] = { "hidden_activation", "hidden_act" };
+    for (int i = 0; i < 2; i++)
+        if (hf_get(c, acts[i], &v) && (v.type != GGUF_J_STRING || !is_gelu((GgufStr){ v.s + 1, v.n - 2 })))
+            die_member(c, acts[i], "gelu_pytorch_tanh", v);
+    if (hf_get(c, "use_bidirectional_attention", &v) && v.type != GGUF_J_FALSE && !gguf_json_is(&v, "vision"))
+        die_member(c, "use_bidirectional_attention", "null or vision", v);
+    if (hf_get(c, "is_causal", &v) && v.type == GGUF_J_FALSE) die_member(c, "is_causal", "true", v);
+}
+
+// Puts the keys of attention and RoPE.
+static HfRope hf_attention_keys(GgufWriter *w, const HfConfig *c, const HfLayers *layers, int n, int n_shared) {
+    const int head_dim = hf_head_dim(c, layers, n, false, 512), head_dim_swa = hf_head_dim(c, layers, n, true, 256);
+    const HfRopeKind full = hf_read_rope(c, "full_attention", 1e6, 0.25);
+    const HfRopeKind sliding = hf_read_rope(c, "sliding_attention", 1e4, 1);
+    char full_key[96];
+    if (sliding.part != 1 || sliding.factor != 1)
+        die("%s: 'rope_parameters': sliding_attention: expected all pairs and a factor of 1", c->path);
+    hf_put_f32(w, c, "rope.freq_base", full.base);
+    hf_put_f32(w, c, "rope.freq_base_swa", sliding.base);
+    if (full.factor != 1) {
+        gguf_put_str(w, hf_key(full_key, c, "rope.scaling.type"), (GgufStr){ "linear", 6 });
+        hf_put_f32(w, c, "rope.scaling.factor", full.factor);
+    }
+    hf_put_f32(w, c, "attention.layer_norm_rms_epsilon", hf_float(c, "rms_norm_eps", 1e-6));
     hf_put_u32(w, c, "attention.key_length", (uint32_t)head_dim);
     hf_put_u32(w, c, "attention.value_length", (uint32_t)head_dim);
-    hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 0));
+    hf_put_u32(w, c, "attention.sliding_window", (uint32_t)hf_int(c, "sliding_window", 1, MAX_CONTEXT, 512));
     hf_put_u32(w, c, "attention.shared_kv_layers", (uint32_t)n_shared);
-    hf_put_u32(w, c, "embedding_length_per_layer_input",
-               (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, 0));
-    char full_key[96];
-    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, layers.is_swa, (size_t)n);
+    gguf_put_array(w, hf_key(full_key, c, "attention.sliding_window_pattern"), GGUF_V_BOOL, layers->is_swa, (size_t)n);
     hf_put_u32(w, c, "attention.key_length_swa", (uint32_t)head_dim_swa);
     hf_put_u32(w, c, "attention.value_length_swa", (uint32_t)head_dim_swa);
     hf_put_u32(w, c, "rope.dimension_count", (uint32_t)head_dim);
     hf_put_u32(w, c, "rope.dimension_count_swa", (uint32_t)head_dim_swa);
+    return (HfRope){ head_dim, (int)(head_dim * full.part / 2) };
+}
+
+// Puts the keys of a text model or an MTP assistant. ple: the folder has a table of per-layer embeddings.
+static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c, bool ple) {
+    const int n = (int)hf_int(c, "num_hidden_layers", 1, MAX_LAYERS, 30);
+    const int n_shared = (int)hf_int(c, "num_kv_shared_layers", 0, n, c->assistant ? n : 0);
+    HfLayers layers;
+    hf_check_neutral(c);
+    hf_read_layers(c, n, n_shared, &layers);
+
+    hf_put_u32(w, c, "block_count", (uint32_t)n);
+    hf_put_u32(w, c, "context_length", (uint32_t)hf_int(c, "max_position_embeddings", 1, MAX_CONTEXT, 131072));
+    hf_put_u32(w, c, "embedding_length", (uint32_t)hf_int(c, "hidden_size", 1, 1 << 20, 2304));
+    hf_put_layers(w, c, "feed_forward_length", layers.ffn, n);
+    hf_put_u32(w, c, "attention.head_count", (uint32_t)hf_int(c, "num_attention_heads", 1, 1024, 8));
+    hf_put_layers(w, c, "attention.head_count_kv", layers.kv_heads, n);
+    hf_put_u32(w, c, "embedding_length_per_layer_input",
+               (uint32_t)hf_int(c, "hidden_size_per_layer_input", 0, 1 << 16, ple ? 256 : 0));
+    const HfRope rope = hf_attention_keys(w, c, &layers, n, n_shared);
     if (c->assistant) {
         hf_put_u32(w, c, "embedding_length_out", (uint32_t)hf_int(c, "backbone_hidden_size", 1, 1 << 20, 0));
         hf_put_u32(w, c, "nextn_predict_layers", (uint32_t)n);
@@ -325,14 +628,14 @@ static HfRope hf_model_keys(GgufWriter *w, const HfConfig *c) {
         if (hf_bool(c, "use_ordered_embeddings"))
             hf_put_u32(w, c, "centroid_top_k", (uint32_t)hf_int(c, "centroid_intermediate_top_k", 1, MAX_VOCAB, 32));
     } else {
-        hf_put_f32(w, c, "final_logit_softcapping", json_float(c->path, &c->text, "final_logit_softcapping", 0));
+        hf_put_f32(w, c, "final_logit_softcapping", hf_float(c, "final_logit_softcapping", 0));
     }
     if (hf_bool(c, "enable_moe_block")) {
         hf_put_u32(w, c, "expert_count", (uint32_t)hf_int(c, "num_experts", 1, MAX_EXPERTS, 0));
         hf_put_u32(w, c, "expert_used_count", (uint32_t)hf_int(c, "top_k_experts", 1, MAX_EXPERTS, 0));
         hf_put_u32(w, c, "expert_feed_forward_length", (uint32_t)hf_int(c, "moe_intermediate_size", 1, 1 << 20, 0));
     }
-    return (HfRope){ head_dim, (int)(head_dim * part / 2) };
+    return rope;
 }
 
 // Puts the taps and the pattern of sliding layers of a DFlash drafter with n layers. d: c, with dflash_config as its
@@ -414,6 +717,37 @@ static GgufStr take_text(char **arena, const GgufJson *v) {
     return s;
 }
 
+// Finds a template in "chat_template": a text, or an array of {"name": .., "template": ..}, of which the one called
+// default counts, else the first.
+static bool json_template(const GgufJson *object, GgufJson *text) {
+    GgufJson all, v, name;
+    if (!gguf_json_get(object, "chat_template", &all)) return false;
+    *text = all;
+    for (int i = 0; all.type == GGUF_J_ARRAY && gguf_json_next(&all, NULL, &v); i++) {
+        if (v.type != GGUF_J_OBJECT) return false;
+        if (!i || (gguf_json_get(&v, "name", &name) && gguf_json_is(&name, "default")))
+            gguf_json_get(&v, "template", text);
+    }
+    return text->type == GGUF_J_STRING;
+}
+
+// Puts the chat template. config: tokenizer_config.json, or NULL.
+static void hf_template_key(GgufWriter *w, const char *folder, const GgufJson *config) {
+    GgufJson other = { 0 }, v;
+    size_t size;
+    char *jinja = read_in_folder(folder, "chat_template.jinja", &size), *text = NULL;
+    if (!jinja && !(config && json_template(config, &v)))
+        text = read_json(folder, "chat_template.json", &other);
+    if (jinja) {
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, size });
+    } else if (text ? json_template(&other, &v) : config && json_template(config, &v)) {
+        jinja = alloc_or_die(v.n, 1);
+        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
+    }
+    free(jinja);
+    free(text);
+}
+
 // Puts the chat template and the ids of special tokens. Their texts are in tokenizer_config.json, else they are
 // Gemma's. tokens: (n) by id.
 static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *tokens, size_t n) {
@@ -441,15 +775,7 @@ static void hf_special_keys(GgufWriter *w, const char *folder, const GgufStr *to
     }
     gguf_put_bool(w, "tokenizer.ggml.add_bos_token", true);
     gguf_put_bool(w, "tokenizer.ggml.add_space_prefix", false);
-    size_t size;
-    char *jinja = read_in_folder(folder, "chat_template.jinja", &size);
-    if (jinja) {
-        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, size });
-    } else if (config_text && gguf_json_get(&config, "chat_template", &v) && v.type == GGUF_J_STRING) {
-        jinja = alloc_or_die(v.n, 1);
-        gguf_put_str(w, "tokenizer.chat_template", (GgufStr){ jinja, gguf_json_string(&v, jinja) });
-    }
-    free(jinja);
+    hf_template_key(w, folder, config_text ? &config : NULL);
     free(config_text);
 }
 
@@ -464,10 +790,14 @@ static void hf_read_vocab(const char *folder, const GgufJson *root, const GgufJs
                                            "<|tool_response>", "<tool_response|>", "<|\"|>" };
     GgufJson added = { 0 }, rest, key, v, id_v = { 0 }, content;
     int64_t id;
+    size_t n_beyond = 0;
+    GgufJson first_beyond = { 0 };
     for (rest = *map; gguf_json_next(&rest, &key, &v); ) {
-        if (!gguf_json_int(&v, 0, (int64_t)vocab - 1, &id))
-            die("%s/tokenizer.json: %s: expected an id below %" PRIu64 ", the rows of the embedding table", folder,
-                shown((GgufStr){ key.s, key.n }), vocab);
+        if (!gguf_json_int(&v, 0, MAX_VOCAB, &id))
+            die("%s/tokenizer.json: %s: expected an id from 0 to %d", folder, shown((GgufStr){ key.s, key.n }),
+                MAX_VOCAB);
+        if (id >= (int64_t)vocab && !n_beyond++) first_beyond = key;
+        if (id >= (int64_t)vocab) continue;
         if (tokens[id].n)
             die("%s/tokenizer.json: %s: expected a unique id, got %" PRId64 " again", folder,
                 shown((GgufStr){ key.s, key.n }), id);
@@ -477,14 +807,19 @@ static void hf_read_vocab(const char *folder, const GgufJson *root, const GgufJs
     if (gguf_json_get(root, "added_tokens", &added) && added.type != GGUF_J_ARRAY)
         die("%s/tokenizer.json: added_tokens: expected an array", folder);
     for (rest = added; added.n && gguf_json_next(&rest, NULL, &v); ) {
-        if (!gguf_json_get(&v, "id", &id_v) || !gguf_json_int(&id_v, 0, (int64_t)vocab - 1, &id) ||
+        if (!gguf_json_get(&v, "id", &id_v) || !gguf_json_int(&id_v, 0, MAX_VOCAB, &id) ||
             !gguf_json_get(&v, "content", &content) || content.type != GGUF_J_STRING)
-            die("%s/tokenizer.json: added_tokens: expected ids below %" PRIu64 " and texts", folder, vocab);
+            die("%s/tokenizer.json: added_tokens: expected ids and texts", folder);
+        if (id >= (int64_t)vocab && !n_beyond++) first_beyond = content;
+        if (id >= (int64_t)vocab) continue;
         tokens[id] = take_text(at, &content);
         types[id] = gguf_json_get(&v, "special", &id_v) && id_v.type == GGUF_J_TRUE ? HF_CONTROL : HF_USER_DEFINED;
         for (size_t i = 0; i < sizeof visible / sizeof *visible; i++)
             if (gguf_json_is(&content, visible[i])) types[id] = HF_USER_DEFINED;
     }
+    if (n_beyond)
+        fprintf(stderr, "# note: tokenizer.json: %zu token%s no row in the embedding table, the first: %s; left out\n",
+                n_beyond, n_beyond == 1 ? " has" : "s have", shown((GgufStr){ first_beyond.s, first_beyond.n }));
     for (uint64_t i = 0; i < vocab; i++) {
         if (tokens[i].n) continue;
         tokens[i] = (GgufStr){ *at, (size_t)sprintf(*at, "[PAD%" PRIu64 "]", i) };
@@ -555,27 +890,91 @@ static void hf_tokenizer_keys(GgufWriter *w, const char *folder, uint64_t vocab,
     free(text);
 }
 
-// Puts defaults of sampling, and tokens that must not be sampled, from generation_config.json.
-static void hf_generation_keys(GgufWriter *w, const char *folder) {
-    GgufJson root, v, id_v = { 0 };
-    char *text = read_json(folder, "generation_config.json", &root);
+// Adds the ids of a member, one or an array, to ids[MAX_END_IDS]; more are left out.
+enum { MAX_END_IDS = 1024 };
+static void hf_add_ids(const char *file, const char *key, GgufJson v, int32_t *ids, size_t *n) {
+    GgufJson item = v;
     int64_t id;
-    double x;
-    if (!text) return;
-    if (gguf_json_get(&root, "top_k", &v) && gguf_json_int(&v, 0, INT_MAX, &id))
-        gguf_put_u32(w, "general.sampling.top_k", (uint32_t)id);
-    if (gguf_json_get(&root, "top_p", &v) && gguf_json_float(&v, &x))
-        gguf_put_f32(w, "general.sampling.top_p", (float)x);
-    if (gguf_json_get(&root, "temperature", &v) && gguf_json_float(&v, &x))
-        gguf_put_f32(w, "general.sampling.temp", (float)x);
-    if (gguf_json_get(&root, "suppress_tokens", &v) && v.type == GGUF_J_ARRAY) {
-        int32_t ids[1024];
-        size_t n = 0;
-        while (n < 1024 && gguf_json_next(&v, NULL, &id_v) && gguf_json_int(&id_v, 0, MAX_VOCAB, &id))
-            ids[n++] = (int32_t)id;
-        if (n) gguf_put_array(w, "tokenizer.ggml.suppress_tokens", GGUF_V_I32, ids, n);
+    const bool many = v.type == GGUF_J_ARRAY;
+    if (v.type == GGUF_J_NULL) return;
+    while ((!many || gguf_json_next(&v, NULL, &item)) && *n < MAX_END_IDS) {
+        if (!gguf_json_int(&item, 0, INT32_MAX, &id))
+            die("%s: '%s': expected ids of tokens, got %s", file, key, shown((GgufStr){ item.s, item.n }));
+        size_t i = 0;
+        while (i < *n && ids[i] != (int32_t)id) i++;
+        if (i == *n) ids[(*n)++] = (int32_t)id;
+        if (!many) return;
     }
+}
+
+// Puts the ids that end an answer, of generation_config.json (root; NULL: none) and config.json together.
+static void hf_end_keys(GgufWriter *w, const HfConfig *c, const GgufJson *root) {
+    static const char key[] = "eos_token_id";
+    int32_t ids[MAX_END_IDS];
+    size_t n = 0;
+    GgufJson v;
+    hf_get(c, key, &v);                                // so that it counts as read
+    if (root && gguf_json_get(root, key, &v)) hf_add_ids("generation_config.json", key, v, ids, &n);
+    if (gguf_json_get(&c->text, key, &v)) hf_add_ids(c->path, key, v, ids, &n);
+    if (gguf_json_get(&c->root, key, &v)) hf_add_ids(c->path, key, v, ids, &n);
+    if (n) gguf_put_array(w, "tokenizer.ggml.eos_token_ids", GGUF_V_I32, ids, n);
+}
+
+// Puts defaults of sampling, tokens that must not be sampled and tokens that end an answer.
+static void hf_generation_keys(GgufWriter *w, const HfConfig *c, const char *folder) {
+    static const struct { const char *hf, *gguf; double min, max; } numbers[] = {
+        { "temperature", "general.sampling.temp", 0, 1000 }, { "top_p", "general.sampling.top_p", 0, 1 },
+        { "min_p", "general.sampling.min_p", 0, 1 },
+        { "repetition_penalty", "general.sampling.penalty_repeat", 0.001, 1000 } };
+    static const char *const neutral[] = { "*_token_id", "transformers_version", "cache_implementation", "use_cache",
+                                           "max_length", "_from_model_config", "return_dict_in_generate", NULL };
+    static const char *const ones[] = { "typical_p", "num_beams", "num_beam_groups", "length_penalty",
+                                        "num_return_sequences", "encoder_repetition_penalty" };
+    HfRead read = { .name = { "do_sample", "temperature", "top_p", "min_p", "repetition_penalty", "top_k",
+                              "suppress_tokens" }, .n = 7 };
+    GgufJson root, v;
+    double x;
+    int64_t k;
+    char *text = read_json(folder, "generation_config.json", &root);
+    if (!c->assistant && !c->dflash) hf_end_keys(w, c, text ? &root : NULL);
+    if (!text) return;
+    const bool greedy = gguf_json_get(&root, "do_sample", &v) && v.type == GGUF_J_FALSE;
+    if (greedy) gguf_put_f32(w, "general.sampling.temp", 0);
+    for (size_t i = greedy; i < sizeof numbers / sizeof *numbers; i++) {
+        if (!gguf_json_get(&root, numbers[i].hf, &v) || v.type == GGUF_J_NULL) continue;
+        if (!gguf_json_float(&v, &x) || x < numbers[i].min || x > numbers[i].max)
+            die("%s/generation_config.json: '%s': expected %g to %g, got %s", folder, numbers[i].hf, numbers[i].min,
+                numbers[i].max, shown((GgufStr){ v.s, v.n }));
+        gguf_put_f32(w, numbers[i].gguf, (float)x);
+    }
+    if (gguf_json_get(&root, "top_k", &v) && v.type != GGUF_J_NULL) {
+        if (!gguf_json_int(&v, -1, INT_MAX, &k))
+            die("%s/generation_config.json: 'top_k': expected -1 or more, got %s", folder,
+                shown((GgufStr){ v.s, v.n }));
+        gguf_put_u32(w, "general.sampling.top_k", (uint32_t)(k < 0 ? 0 : k));
+    }
+    int32_t ids[MAX_END_IDS];
+    size_t n = 0;
+    if (gguf_json_get(&root, "suppress_tokens", &v))
+        hf_add_ids("generation_config.json", "suppress_tokens", v, ids, &n);
+    if (n) gguf_put_array(w, "tokenizer.ggml.suppress_tokens", GGUF_V_I32, ids, n);
+    for (size_t i = 0; i < sizeof ones / sizeof *ones; i++)
+        if (gguf_json_get(&root, ones[i], &v) && gguf_json_float(&v, &x) && x == 1) read.name[read.n++] = ones[i];
+    print_unread("generation_config.json", &root, 1, &read, neutral);
     free(text);
+}
+
+// Names the members of config.json that nobody has read.
+static void hf_print_unread(const HfConfig *c) {
+    static const char *const neutral[] = {
+        "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache", "text_config",
+        "vision_config", "audio_config", "initializer_range", "attention_dropout", "*_token_id", "*_token_index",
+        "vision_*", "vocab_size", "vocab_size_per_layer_input", "tie_word_embeddings", "_name_or_path", "id2label",
+        "label2id", "problem_type", "return_dict", "auto_map", "unsloth_*", "num_experts", "top_k_experts",
+        "moe_intermediate_size", "use_ordered_embeddings", "centroid_intermediate_top_k", "num_centroids",
+        "chunk_size_feed_forward", "is_causal", NULL };
+    const GgufJson objects[] = { c->root, c->text };
+    print_unread("config.json", objects, c->text.s == c->root.s ? 1 : 2, c->read, neutral);
 }
 
 // Reads config.json and finds out which kind of model it describes. Returns its text, to which c points; the caller
@@ -583,10 +982,14 @@ static void hf_generation_keys(GgufWriter *w, const char *folder) {
 static char *hf_read_config(const char *folder, HfConfig *c) {
     GgufJson type, names = { 0 }, first;
     char *text = read_json(folder, "config.json", &c->root);
+    GgufJson adapter;
+    if (!text && read_json(folder, "adapter_config.json", &adapter))
+        die("%s: expected a model, got a LoRA adapter; try to merge it into its model, and run the result", folder);
     if (!text) die("%s: expected a model, got a directory without config.json", folder);
     if (!gguf_json_get(&c->root, "text_config", &c->text) || c->text.type != GGUF_J_OBJECT) c->text = c->root;
     if (!gguf_json_get(&c->root, "model_type", &type) || type.type != GGUF_J_STRING)
         die("%s: 'model_type': missing", c->path);
+    c->unified = !strncmp(type.s, "\"gemma4_unified", 15);
     c->assistant = gguf_json_is(&type, "gemma4_assistant") || gguf_json_is(&type, "gemma4_unified_assistant");
     c->dflash = gguf_json_get(&c->root, "architectures", &names) && names.type == GGUF_J_ARRAY &&
                 gguf_json_next(&names, NULL, &first) && gguf_json_is(&first, "DFlashDraftModel");
@@ -596,6 +999,14 @@ static char *hf_read_config(const char *folder, HfConfig *c) {
             "are read from GGUF files", c->path, shown((GgufStr){ type.s, type.n }));
     c->arch = c->dflash ? "dflash" : c->assistant ? "gemma4-assistant" : "gemma4";
     return text;
+}
+
+// True if the folder has a table of per-layer embeddings.
+static bool hf_has_ple(const Gguf *st) {
+    char s[256];
+    for (size_t i = 0; i < st->n_tensors; i++)
+        if (hf_stem(st->tensors[i].name, s) && !strcmp(s, "embed_tokens_per_layer.weight")) return true;
+    return false;
 }
 
 // Opens a folder as a GGUF file. path: the folder, one of its *.safetensors, or the index of these.
@@ -612,7 +1023,8 @@ static void open_folder(Gguf *g, const char *path) {
     Gguf tensors;
     GgufWriter w = { 0 };
     GgufJson tie;
-    HfConfig c = { .path = config_path };
+    HfRead read = { .n = 0 };
+    HfConfig c = { .path = config_path, .read = &read };
     char *config = hf_read_config(folder, &c);
     if (gguf_open_safetensors(&tensors, path) < 0) die("%s: %s", path, tensors.err);
     const char *base = strrchr(folder, '/');
@@ -620,14 +1032,17 @@ static void open_folder(Gguf *g, const char *path) {
     gguf_put_str(&w, "general.architecture", (GgufStr){ c.arch, strlen(c.arch) });
     gguf_put_str(&w, "general.type", (GgufStr){ "model", 5 });
     gguf_put_str(&w, "general.name", (GgufStr){ base, strlen(base) });
-    hf_generation_keys(&w, folder);
-    const HfRope rope = c.dflash ? hf_dflash_keys(&w, &c) : hf_model_keys(&w, &c);
+    hf_generation_keys(&w, &c, folder);
+    const HfRope rope = c.dflash ? hf_dflash_keys(&w, &c) : hf_model_keys(&w, &c, hf_has_ple(&tensors));
     const uint8_t **data = alloc_or_die(tensors.n_tensors + 1, sizeof *data);
-    const bool tied = gguf_json_get(&c.root, "tie_word_embeddings", &tie) && tie.type == GGUF_J_TRUE;
+    const bool says = gguf_json_get(&c.root, "tie_word_embeddings", &tie) ||
+                      gguf_json_get(&c.text, "tie_word_embeddings", &tie);
+    const bool tied = says ? tie.type == GGUF_J_TRUE : !c.dflash;      // transformers leaves out what is the default
     const uint64_t vocab = hf_tensors(&c, &tensors, &w, data, rope.head_dim, rope.n_rot, tied);
     if (!c.dflash && (!vocab || vocab > MAX_VOCAB))
         die("%s: tensor 'embed_tokens.weight': expected 1..%d rows, got %" PRIu64, path, MAX_VOCAB, vocab);
     if (!c.dflash) hf_tokenizer_keys(&w, folder, vocab, !c.assistant);
+    if (!c.dflash) hf_print_unread(&c);
     if (gguf_from_writer(g, &w, data, &tensors) < 0) die_gguf(g);
     gguf_writer_free(&w);
     free(data);

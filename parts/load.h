@@ -117,6 +117,63 @@ static bool is_draft_architecture(GgufStr arch) {
     return false;
 }
 
+// The factor that divides the frequencies of RoPE in global layers, or `fallback` if the file has none. As in
+// llama.cpp, a factor without a type is linear, and 0 stands for 1. Dies on other kinds of scaling.
+static double load_rope_factor(Gguf *g, const char *arch, double fallback) {
+    GgufStr type = { "linear", 6 };
+    double factor = fallback;
+    const int has_type = gguf_get_str(g, arch_key(arch, "rope.scaling.type"), &type);
+    if (has_type < 0) die_gguf(g);
+    if (!str_is(type, "none") && !str_is(type, "linear"))
+        die("%s: key '%s': expected none or linear, got '%s'; other kinds of RoPE scaling are not supported "
+            "(E_META_RANGE)", g->path, arch_key(arch, "rope.scaling.type"), shown(type));
+    if (has_type) factor = 1;
+    if (gguf_get_float(g, arch_key(arch, "rope.scaling.factor"), &factor) < 0 ||
+        (!gguf_find_kv(g, arch_key(arch, "rope.scaling.factor")) &&
+         gguf_get_float(g, arch_key(arch, "rope.scale_linear"), &factor) < 0)) die_gguf(g);
+    if (factor == 0 || str_is(type, "none")) factor = 1;
+    if (!(factor > 0 && factor <= 1e6))
+        die("%s: key '%s': expected 0 to 1000000, got %g (E_META_RANGE)", g->path,
+            arch_key(arch, "rope.scaling.factor"), factor);
+    return factor;
+}
+
+// True for a number that is one of two, false being 0; false for text and arrays.
+static bool number_is(Gguf *g, const GgufKv *kv, double a, double b) {
+    char key[128];
+    int64_t i = 0;
+    double x;
+    snprintf(key, sizeof key, "%.*s", (int)kv->key.n, kv->key.s);
+    if (kv->type == GGUF_V_STR || kv->type == GGUF_V_ARRAY || kv->key.n >= sizeof key) return false;
+    if (kv->type == GGUF_V_F32 || kv->type == GGUF_V_F64) return gguf_get_float(g, key, &x) > 0 && (x == a || x == b);
+    return gguf_get_int(g, key, INT64_MIN, INT64_MAX, &i) > 0 && ((double)i == a || (double)i == b);
+}
+
+// Dies if the file asks for something that changes results and that this program does not do.
+static void check_neutral_keys(Gguf *g) {
+    static const struct { const char *key; double a, b; } numbers[] = {                // the values without effect
+        { "attention.causal", 1, 1 }, { "attention.scale", 1, 1 }, { "attention.clamp_kqv", 0, 0 },
+        { "attention.max_alibi_bias", 0, 0 }, { "attn_logit_softcapping", 0, 0 }, { "router_logit_softcapping", 0, 0 },
+        { "logit_scale", 0, 1 }, { "residual_scale", 0, 1 }, { "use_parallel_residual", 0, 0 },
+        { "expert_shared_count", 0, 0 }, { "expert_gating_func", 0, 1 }, { "expert_weights_norm", 1, 1 },
+        { "expert_weights_scale", 0, 1 }, { "rope.scaling.attn_factor", 0, 1 },
+    };
+    static const char *const activations[] = { "hidden_activation", "hidden_act", "activation_function" };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        const GgufKv *kv = gguf_find_kv(g, arch_key("gemma4", numbers[i].key));
+        if (kv && !number_is(g, kv, numbers[i].a, numbers[i].b))
+            die("%s: key 'gemma4.%s': expected %g or none; other values are not supported (E_META_RANGE)", g->path,
+                numbers[i].key, numbers[i].b);
+    }
+    for (size_t i = 0; i < sizeof activations / sizeof *activations; i++) {
+        GgufStr text = { "gelu_pytorch_tanh", 17 };
+        if (gguf_get_str(g, arch_key("gemma4", activations[i]), &text) < 0) die_gguf(g);
+        if (!is_gelu(text))
+            die("%s: key 'gemma4.%s': expected gelu_pytorch_tanh, got '%s' (E_META_RANGE)", g->path, activations[i],
+                shown(text));
+    }
+}
+
 static void load_config(Config *c, Gguf *g) {
     GgufStr arch = { "", 0 };
     if (gguf_get_str(g, "general.architecture", &arch) < 0) die_gguf(g);
@@ -137,12 +194,16 @@ static void load_config(Config *c, Gguf *g) {
     c->ple_dim     = (int)key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0);
     c->n_experts   = (int)key_int(g, "gemma4.expert_count", 0, MAX_EXPERTS, 0);
     c->eps         = (float)key_float(g, "gemma4.attention.layer_norm_rms_epsilon", 0);
-    c->logit_cap   = (float)key_float(g, "gemma4.final_logit_softcapping", 30);
+    const GgufKv *cap = gguf_find_kv(g, "gemma4.final_logit_softcapping");
+    c->logit_cap   = cap && number_is(g, cap, 0, 0) ? 0 : (float)key_float(g, "gemma4.final_logit_softcapping", 30);
     c->rope_base     = key_float(g, "gemma4.rope.freq_base", 1e4);
     c->rope_base_swa = key_float(g, "gemma4.rope.freq_base_swa", 1e4);
     if (!(c->rope_base > 1) || !(c->rope_base_swa > 1))
         die("%s: key 'gemma4.rope.freq_base': expected more than 1, got %g and %g for sliding layers (E_META_RANGE)",
             g->path, c->rope_base, c->rope_base_swa);
+
+    c->rope_factor = load_rope_factor(g, "gemma4", 1);
+    check_neutral_keys(g);
 
     const int n = c->n_layers;
     c->n_heads = key_every_layer(g, "gemma4.attention.head_count", 1024, n);
@@ -192,14 +253,14 @@ static const GgufTensor *find_tensor(Binder *b, const char *name) {
 static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n) {
     const GgufTensor *t = find_tensor(b, name);
     if (!t)
-        die("%s: tensor '%s': missing, expected shape (%d, %d, %d) (E_TENSOR_MISSING)", b->g->path, name, cols, rows,
-            n);
+        die("%s: tensor %s: missing, expected shape (%d, %d, %d) (E_TENSOR_MISSING)", b->g->path, own_name(b->g, name),
+            cols, rows, n);
     if (t->ne[0] != (uint64_t)cols || t->ne[1] != (uint64_t)rows || t->ne[2] != (uint64_t)n || t->ne[3] != 1)
-        die("%s: tensor '%s': expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ") (E_SHAPE)",
-            b->g->path, name, cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
+        die("%s: tensor %s: expected shape (%d, %d, %d), got (%" PRIu64 ", %" PRIu64 ", %" PRIu64 ") (E_SHAPE)",
+            b->g->path, own_name(b->g, name), cols, rows, n, t->ne[0], t->ne[1], t->ne[2]);
     if (!gguf_type_supported(t->type))
-        die("%s: tensor '%s': type %s is not supported by this build (E_TYPE_UNSUPPORTED)", b->g->path, name,
-            gguf_type_name(t->type));
+        die("%s: tensor %s: type %s is not supported by this build (E_TYPE_UNSUPPORTED)", b->g->path,
+            own_name(b->g, name), gguf_type_name(t->type));
     b->bytes += t->size;
     b->status[t - b->g->tensors] = BOUND;
     return (Tensor){ .data = t->data, .type = (DType)t->type, .rows = rows, .cols = cols, .n = n };
@@ -216,13 +277,21 @@ static void add_vector(Binder *b, const float **dst, const float *values, int n)
     b->uploads[b->n_uploads++] = (Upload){ .tensor = t, .vector = dst };
 }
 
-// Returns the n values of a vector, in the mapped file.
+// Returns the n values of a vector, in the mapped file. A norm consists of zeros only where a download did not write
+// into the room that was set aside for it.
 static const float *host_vector(Binder *b, const char *name, int n) {
     const Tensor t = bind_tensor(b, name, 1, n, 1);
     if (t.type != T_F32)
         die("%s: tensor '%s': expected type F32, got %s (E_TYPE_UNSUPPORTED)", b->g->path, name,
             gguf_type_name(t.type));
-    return t.data;
+    const float *v = t.data;
+    int i = 0;
+    if (!strstr(name, "norm")) return v;
+    while (i < n && v[i] == 0) i++;
+    if (i == n)
+        die("%s: tensor %s: expected the weights of a norm, got zeros; is the download complete? (E_PAYLOAD)",
+            b->g->path, own_name(b->g, name));
+    return v;
 }
 
 static void bind_vector(Binder *b, const float **dst, const char *name, int n) {
@@ -260,14 +329,15 @@ static void bind_table(Binder *b, Tensor *dst, const char *name, int rows, int c
             b->g->path, name);
 }
 
-// Radians per position of every pair that RoPE rotates: base^(-2i/head_dim) / factor[i]. Published files have factors
-// for global layers: 1 for the first quarter of the pairs, 1e30 for the others, which are therefore not rotated.
-static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor) {
+// Radians per position of every pair that RoPE rotates: base^(-2i/head_dim) / factor[i] / scale. Published files have
+// factors for global layers: 1 for the first quarter of the pairs, 1e30 for the others, which are therefore not
+// rotated.
+static void bind_rope(Binder *b, Weights *w, int t, double base, int head_dim, const float *factor, double scale) {
     for (int i = 0; i < head_dim / 2; i++) {
         const double divisor = factor ? factor[i] : 1;
         if (!(divisor > 0))
             die("%s: tensor 'rope_freqs.weight': expected positive factors, got %g (E_PAYLOAD)", b->g->path, divisor);
-        w->inv_freq[t][i] = pow(base, -2.0 * i / head_dim) / divisor;
+        w->inv_freq[t][i] = pow(base, -2.0 * i / head_dim) / divisor / scale;
         if (divisor < 1e20 || i == 0) w->n_pairs[t] = i + 1;         // at least 1: a Cache with n_rot 0 is untied
     }
 }
@@ -382,6 +452,20 @@ static int layers_scored(const Config *c) {
     return n;
 }
 
+// Dies if a layer has a bias: no Gemma 4 layer has one, so the file needs another program. Zeros change nothing.
+static void check_no_biases(const Binder *b) {
+    for (size_t i = 0; i < b->g->n_tensors; i++) {
+        const GgufTensor *t = &b->g->tensors[i];
+        size_t at = 0;
+        if (b->status[i] != UNKNOWN || t->name.n < 5 || memcmp(t->name.s, "blk.", 4) ||
+            memcmp(t->name.s + t->name.n - 5, ".bias", 5)) continue;
+        while (at < t->size && !t->data[at]) at++;
+        if (at < t->size)
+            die("%s: tensor '%s': biases are not supported: Gemma 4 has none (E_TENSOR_UNKNOWN)", b->g->path,
+                shown(t->name));
+    }
+}
+
 // Binds all tensors, and sets c->vocab. scorer_only: layers that token scoring does not run are checked but not loaded.
 static void bind_weights(Binder *b, Config *c, Weights *w, bool scorer_only) {
     w->layer = alloc_or_die(c->n_layers, sizeof *w->layer);
@@ -401,9 +485,10 @@ static void bind_weights(Binder *b, Config *c, Weights *w, bool scorer_only) {
         has[c->layer[l].is_swa] = true;
         head_dim[c->layer[l].is_swa] = c->layer[l].head_dim;
     }
-    if (has[0]) bind_rope(b, w, 0, c->rope_base, head_dim[0], host_vector(b, "rope_freqs.weight", head_dim[0] / 2));
+    if (has[0]) bind_rope(b, w, 0, c->rope_base, head_dim[0], host_vector(b, "rope_freqs.weight", head_dim[0] / 2),
+                          c->rope_factor);
     else find_tensor(b, "rope_freqs.weight");
-    if (has[1]) bind_rope(b, w, 1, c->rope_base_swa, head_dim[1], NULL);
+    if (has[1]) bind_rope(b, w, 1, c->rope_base_swa, head_dim[1], NULL, 1);
     if (c->ple_dim) {
         const int all = c->n_layers * c->ple_dim;
         bind_table(b, &w->per_layer_token_embd, "per_layer_token_embd.weight", c->vocab, all);
@@ -419,6 +504,7 @@ static void bind_weights(Binder *b, Config *c, Weights *w, bool scorer_only) {
         b->n_uploads = n_uploads;
         b->bytes = bytes;
     }
+    check_no_biases(b);
 }
 
 static bool has_prefix(GgufStr s, const char *const *prefixes) {                      // NULL ends the list
@@ -427,13 +513,41 @@ static bool has_prefix(GgufStr s, const char *const *prefixes) {                
     return false;
 }
 
-// Prints to stderr how many tensors and keys of the file this program does not know, and the first three names. Tensors
-// of vision and audio, K and V of layers that share a cache, and scales of inputs do not count.
+// True if this program follows a key of the file, or if its value changes nothing: it is known, or 0, false or empty.
+static bool is_followed(Gguf *g, const GgufKv *kv) {
+    static const char *const watched[] = { "gemma4.", "general.sampling.", "tokenizer.", NULL };
+    static const char *const ordinary[] = { "gemma4-assistant.", "gemma4_assistant.", "gemma4-dflash-draft.", "dflash.",
+                                            "dflash-draft.", "general.", "split.", "quantize.", NULL };
+    static const char *const known[] = {               // beginnings of names
+        "gemma4.vocab_size", "gemma4.vision.", "gemma4.audio.", "gemma4.rope.scaling.", "gemma4.mm.",
+        "general.sampling.temp", "general.sampling.top_k", "general.sampling.top_p", "general.sampling.min_p",
+        "general.sampling.penalty_repeat", "general.sampling.xtc_threshold", "general.sampling.mirostat_",
+        "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type",
+        "tokenizer.ggml.merges", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.suppress_tokens",
+        "tokenizer.chat_template", "tokenizer.huggingface.", NULL };
+    static const struct { const char *key, *text; double number; } neutral[] = {
+        { "tokenizer.ggml.add_bos_token", NULL, 1 }, { "tokenizer.ggml.pre", "gemma4", 0 },
+        { "tokenizer.ggml.pre", "default", 0 }, { "general.sampling.penalty_last_n", NULL, -1 },
+        { "gemma4.rope.partial_rotary_factor", NULL, 0.25 } };
+    if (!has_prefix(kv->key, watched)) return has_prefix(kv->key, ordinary);
+    const size_t n = kv->key.n, n_end = strlen("_token_id");
+    static const char *const later[] = { "tokenizer.", "general.", NULL };             // others may read these later
+    const bool is_later = has_prefix(kv->key, later);
+    if (is_later && n > n_end && !memcmp(kv->key.s + n - n_end, "_token_id", n_end)) return true;
+    for (size_t i = 0; i < sizeof neutral / sizeof *neutral; i++) {
+        if (!str_is(kv->key, neutral[i].key)) continue;
+        if (neutral[i].text ? kv->type == GGUF_V_STR && str_is((GgufStr){ (const char *)kv->data, (size_t)kv->count },
+                                                               neutral[i].text)
+                            : number_is(g, kv, neutral[i].number, neutral[i].number)) return true;
+    }
+    if (has_prefix(kv->key, known) || (!is_later && kv->read)) return true;
+    return kv->type == GGUF_V_STR || kv->type == GGUF_V_ARRAY ? !kv->count : number_is(g, kv, 0, 0);
+}
+
+// Prints to stderr how many tensors and keys of the file this program does not follow, and the first three names.
+// Tensors of vision and audio, K and V of layers that share a cache, and scales of inputs do not count.
 static void print_unknown(const Binder *b) {
     static const char *const tensors[] = { "v.", "a.", "mm.", NULL };
-    static const char *const keys[] = { "gemma4.", "gemma4-assistant.", "gemma4_assistant.", "gemma4-dflash-draft.",
-                                        "dflash.", "dflash-draft.", "general.", "tokenizer.", "split.", "quantize.",
-                                        NULL };
     static const char input_scale[] = ".input_scale";
     for (int kind = 0; kind < 2; kind++) {
         const size_t n_all = kind ? b->g->n_kvs : b->g->n_tensors, n_end = strlen(input_scale);
@@ -443,7 +557,7 @@ static void print_unknown(const Binder *b) {
             const GgufStr s = kind ? b->g->kvs[i].key : b->g->tensors[i].name;
             if (!kind && (b->status[i] != UNKNOWN ||
                           (s.n >= n_end && !memcmp(s.s + s.n - n_end, input_scale, n_end)))) continue;
-            if (has_prefix(s, kind ? keys : tensors)) continue;
+            if (kind ? is_followed(b->g, &b->g->kvs[i]) : has_prefix(s, tensors)) continue;
             const size_t at = strlen(names);
             if (n < 3) snprintf(names + at, sizeof names - at, "%s%.*s", n ? ", " : "", s.n < 64 ? (int)s.n : 64, s.s);
             if (n == 3) strcat(names, ", ...");
@@ -512,6 +626,45 @@ static const char *model_name(const Model *m) {
                                                            : (GgufStr){ file, strlen(file) });
 }
 
+// Dies if a GGUF file is something else than a model.
+static void check_is_model(Gguf *g) {
+    static const char *const keys[] = { "general.type", "general.architecture" };
+    static const char *const kinds[][3] = {
+        { "adapter", "a LoRA adapter", "to merge it into its model" },
+        { "mmproj", "a projector of images and audio", "the language model itself; images are not supported" },
+        { "clip", "a projector of images and audio", "the language model itself; images are not supported" },
+        { "imatrix", "an importance matrix", "the model that was quantised with it" },
+        { "controlvector", "a control vector", "the model itself" } };
+    for (int k = 0; k < 2; k++) {
+        GgufStr text = { "", 0 };
+        if (gguf_get_str(g, keys[k], &text) < 0) die_gguf(g);
+        for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+            if (str_is(text, kinds[i][0]))
+                die("%s: key '%s': expected a model, got %s ('%s'); try %s (E_META_RANGE)", g->path, keys[k],
+                    kinds[i][1], kinds[i][0], kinds[i][2]);
+    }
+}
+
+// What a file is that is no GGUF file, by its first bytes, as the end of a message; "": not known.
+static const char *other_kind(const char *path) {
+    static const struct { size_t at; const char *bytes, *what; } kinds[] = {
+        { 0, "version https://git-lfs", "; it is a Git LFS pointer: try git lfs pull" },
+        { 0, "PK\3\4", "; it is a zip archive, as PyTorch writes: try the folder with safetensors, or a GGUF file" },
+        { 0, "<!", "; it is a web page: try to download the file itself" },
+        { 0, "<html", "; it is a web page: try to download the file itself" },
+        { 8, "blk.", "; it is an importance matrix: try the model that was quantised with it" },
+        { 8, "output.", "; it is an importance matrix: try the model that was quantised with it" } };
+    char head[64] = "";
+    FILE *f = fopen(path, "rb");
+    const size_t n = f ? fread(head, 1, sizeof head, f) : 0;
+    if (f) fclose(f);
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        const size_t k = strlen(kinds[i].bytes);
+        if (kinds[i].at + k <= n && !memcmp(head + kinds[i].at, kinds[i].bytes, k)) return kinds[i].what;
+    }
+    return "";
+}
+
 // Opens a GGUF file, or a Hugging Face folder.
 static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
@@ -521,7 +674,8 @@ static void open_model_file(Gguf *g, const char *path) {
                         (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
                         (n > 11 && !strcmp(path + n - 11, ".index.json"));
     if (folder) open_folder(g, path);
-    else if (gguf_open(g, path) < 0) die("%s: %s", path, g->err);
+    else if (gguf_open(g, path) < 0) die("%s: %s%s", path, g->err, strstr(g->err, "(E_MAGIC") ? other_kind(path) : "");
+    check_is_model(g);
 }
 
 // True if the GPU uses the host's memory.

@@ -300,9 +300,13 @@ static void load_mask(Model *m) {
             die("%s: key 'tokenizer.ggml.suppress_tokens': expected at most %d ids (E_META_ARRAY)", m->gguf.path,
                 m->config.vocab);
         int64_t *ids = alloc_or_die(kv->count, sizeof *ids);
-        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, m->config.vocab - 1, ids, kv->count) < 0)
+        if (gguf_get_ints(&m->gguf, "tokenizer.ggml.suppress_tokens", 0, UINT32_MAX, ids, kv->count) < 0)
             die_gguf(&m->gguf);
         for (uint64_t i = 0; i < kv->count; i++) {
+            if (ids[i] >= m->config.vocab) {
+                fprintf(stderr, "# note: key 'tokenizer.ggml.suppress_tokens': %" PRId64 " is not a token\n", ids[i]);
+                continue;
+            }
             m->n_suppressed += mask[ids[i] / 32] >> (ids[i] % 32) & 1;
             mask[ids[i] / 32] &= ~(1u << (ids[i] % 32));
         }
@@ -427,6 +431,8 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
     load_config(&m->config, &m->gguf);
+    const GgufKv *repeat = gguf_find_kv(&m->gguf, "general.sampling.penalty_repeat");
+    o.penalties |= repeat && !number_is(&m->gguf, repeat, 1, 1);       // the file's default is a penalty
     Binder *b = m->binder;
     b->g = &m->gguf;
     b->status = alloc_or_die(m->gguf.n_tensors, 1);

@@ -13,61 +13,127 @@ static int token_id(Gguf *g, const char *key, int vocab) {           // -1: the 
     return gguf_find_kv(g, key) ? (int)key_int(g, key, 0, vocab - 1, 0) : -1;
 }
 
-// vocab: the number of tokens that the weights have rows for; 0: only the tokenizer of the file is used.
-static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
-    GgufStr kind = { "", 0 };
+// Dies unless the file's tokenizer is Gemma 4's. Ollama's exporter calls it llama, with the pre-tokenizer gemma4.
+static void check_tokenizer_kind(Gguf *g) {
+    GgufStr kind = { "", 0 }, pre = { "", 0 };
     const int has_kind = gguf_get_str(g, "tokenizer.ggml.model", &kind);
-    if (has_kind < 0) die_gguf(g);
+    if (has_kind < 0 || gguf_get_str(g, "tokenizer.ggml.pre", &pre) < 0) die_gguf(g);
     if (!has_kind) die("%s: key 'tokenizer.ggml.model': missing; the file has no tokenizer", g->path);
-    if (!str_is(kind, "gemma4"))
+    if (!str_is(kind, "gemma4") && !(str_is(kind, "llama") && str_is(pre, "gemma4")))
         die("%s: key 'tokenizer.ggml.model': expected 'gemma4', got '%s' (E_META_RANGE)", g->path, shown(kind));
-    const GgufStr *tokens = NULL, *merges = NULL;
-    size_t n_tokens = 0, n_merges = 0;
-    int found = gguf_get_strs(g, "tokenizer.ggml.tokens", &tokens, &n_tokens);
+}
+
+// The key's array of strings. Dies if it is missing.
+static const GgufStr *key_strs(Gguf *g, const char *key, size_t *n) {
+    const GgufStr *strs = NULL;
+    const int found = gguf_get_strs(g, key, &strs, n);
     if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.tokens': missing (E_META_MISSING)", g->path);
-    if (vocab && n_tokens != (size_t)vocab)
-        die("%s: key 'tokenizer.ggml.tokens': expected %d texts, one per row of token_embd.weight, got %zu (E_SHAPE)",
-            g->path, vocab, n_tokens);
-    if (n_tokens < 1 || n_tokens > MAX_VOCAB)
-        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB,
-            n_tokens);
-    found = gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges);
-    if (found < 0) die_gguf(g);
-    if (!found) die("%s: key 'tokenizer.ggml.merges': missing (E_META_MISSING)", g->path);
-    if (n_merges > INT_MAX)
-        die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, n_merges);
-    for (size_t i = 0; i < n_merges; i++)
+    if (!found) die("%s: key '%s': missing (E_META_MISSING)", g->path, key);
+    return strs;
+}
+
+// The texts of the file's tokens; *n: their number, at most `rows`, those of token_embd.weight; 0: not known. Tokens
+// without a row cannot occur: they are left out.
+static const GgufStr *key_tokens(Gguf *g, size_t rows, size_t *n) {
+    const GgufStr *tokens = key_strs(g, "tokenizer.ggml.tokens", n);
+    if (*n < rows)
+        die("%s: key 'tokenizer.ggml.tokens': expected %zu texts, one per row of token_embd.weight, got %zu "
+            "(E_SHAPE)", g->path, rows, *n);
+    if (rows && *n > rows) {
+        fprintf(stderr, "# note: %zu token%s no row in token_embd.weight, the first: %s; left out\n", *n - rows,
+                *n - rows == 1 ? " has" : "s have", shown(tokens[rows]));
+        *n = rows;
+    }
+    if (*n < 1 || *n > MAX_VOCAB)
+        die("%s: key 'tokenizer.ggml.tokens': expected 1 to %d texts, got %zu (E_META_ARRAY)", g->path, MAX_VOCAB, *n);
+    return tokens;
+}
+
+static const GgufStr *key_merges(Gguf *g, size_t *n) {
+    const GgufStr *merges = key_strs(g, "tokenizer.ggml.merges", n);
+    if (*n > INT_MAX)
+        die("%s: key 'tokenizer.ggml.merges': expected at most %d, got %zu (E_META_ARRAY)", g->path, INT_MAX, *n);
+    for (size_t i = 0; i < *n; i++)
         if (merges[i].n < 3 || !memchr(merges[i].s + 1, ' ', merges[i].n - 2))
             die("%s: key 'tokenizer.ggml.merges': merge %zu: expected two texts separated by a space, got '%s' "
                 "(E_META_RANGE)", g->path, i, shown(merges[i]));
-    const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
-    if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_tokens))
-        die("%s: key 'tokenizer.ggml.scores': expected an array of %zu (E_META_ARRAY)", g->path, n_tokens);
-    static const char *const unread[] = { "unknown", "padding", "mask", "eom", "separator" };
-    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
+    return merges;
+}
+
+// Notes ids outside the vocabulary that nothing reads.
+static void check_unread_ids(Gguf *g, size_t n_tokens) {
+    static const char *const names[] = { "unknown", "padding", "mask", "separator", "seperator", "cls" };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char key[64];
-        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", unread[i]);
-        token_id(g, key, (int)n_tokens);
+        int64_t id = 0;
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", names[i]);
+        if (gguf_get_int(g, key, INT64_MIN, INT64_MAX, &id) < 0) die_gguf(g);
+        if (id < 0 || id >= (int64_t)n_tokens)
+            fprintf(stderr, "# note: key '%s': %" PRId64 " is not a token; nothing needs it\n", key, id);
     }
+}
+
+// Reads the ids that end generation besides eos and eot: at most TOK_MAX_STOPS. Ids outside the vocabulary are noted.
+static int read_ends(Gguf *g, size_t n_tokens, int32_t *ends) {
+    static const char *const keys[] = { "tokenizer.ggml.eos_token_ids", "tokenizer.ggml.eom_token_id" };
+    int64_t ids[TOK_MAX_STOPS];
+    int n = 0;
+    for (int k = 0; k < 2; k++) {
+        const GgufKv *kv = gguf_find_kv(g, keys[k]);
+        const size_t n_ids = kv ? (size_t)(kv->type == GGUF_V_ARRAY ? kv->count : 1) : 0;
+        if (n_ids > TOK_MAX_STOPS)
+            die("%s: key '%s': expected at most %d ids, got %zu (E_META_ARRAY)", g->path, keys[k], TOK_MAX_STOPS,
+                n_ids);
+        if (kv && gguf_get_ints(g, keys[k], INT32_MIN, UINT32_MAX, ids, n_ids) < 0) die_gguf(g);
+        for (size_t i = 0; i < n_ids; i++) {
+            if (ids[i] < 0 || ids[i] >= (int64_t)n_tokens)
+                fprintf(stderr, "# note: key '%s': %" PRId64 " is not a token and ends nothing\n", keys[k], ids[i]);
+            else if (n < TOK_MAX_STOPS)
+                ends[n++] = (int32_t)ids[i];
+        }
+    }
+    return n;
+}
+
+// The file's chat template; of several, the first. Empty: it has none.
+static GgufStr key_template(Gguf *g) {
+    static const char key[] = "tokenizer.chat_template";
+    const GgufKv *kv = gguf_find_kv(g, key);
+    GgufStr text = { "", 0 };
+    if (kv && kv->type == GGUF_V_ARRAY && kv->strs) return kv->count ? kv->strs[0] : text;
+    if (gguf_get_str(g, key, &text) < 0) die_gguf(g);
+    return text;
+}
+
+// vocab: the number of tokens that the weights have rows for; 0: as many as the file's token_embd.weight has, if any.
+static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
+    size_t n_tokens = 0, n_merges = 0;
+    check_tokenizer_kind(g);
+    const GgufTensor *embd = gguf_find_tensor(g, "token_embd.weight");
+    const size_t rows = vocab ? (size_t)vocab : embd ? (size_t)embd->ne[1] : 0;
+    const GgufStr *tokens = key_tokens(g, rows, &n_tokens), *merges = key_merges(g, &n_merges);
+    const GgufKv *scores = gguf_find_kv(g, "tokenizer.ggml.scores");  // nothing reads them
+    const size_t n_all = (size_t)gguf_find_kv(g, "tokenizer.ggml.tokens")->count;
+    if (scores && (scores->type != GGUF_V_ARRAY || scores->count != n_all))
+        die("%s: key 'tokenizer.ggml.scores': expected an array of %zu (E_META_ARRAY)", g->path, n_all);
+    check_unread_ids(g, n_tokens);
 
     TokStr *text = alloc_or_die(n_tokens + n_merges, sizeof *text);
-    int64_t *types64 = alloc_or_die(n_tokens, sizeof *types64);
-    int32_t *types = alloc_or_die(n_tokens, sizeof *types);
+    int64_t *types64 = alloc_or_die(n_all, sizeof *types64);
+    int32_t *types = alloc_or_die(n_tokens, sizeof *types), ends[TOK_MAX_STOPS];
     for (size_t i = 0; i < n_tokens; i++) text[i] = tok_str(tokens[i]);
     for (size_t i = 0; i < n_merges; i++) text[n_tokens + i] = tok_str(merges[i]);
-    const int has_types = gguf_get_ints(g, "tokenizer.ggml.token_type", INT32_MIN, INT32_MAX, types64, n_tokens);
+    const int has_types = gguf_get_ints(g, "tokenizer.ggml.token_type", INT32_MIN, INT32_MAX, types64, n_all);
     if (has_types < 0) die_gguf(g);
     for (size_t i = 0; i < n_tokens; i++) types[i] = (int32_t)types64[i];
-    GgufStr chat_template = { "", 0 };
-    if (gguf_get_str(g, "tokenizer.chat_template", &chat_template) < 0) die_gguf(g);
     const TokVocab v = {
         .tokens = text, .n_tokens = (int)n_tokens, .types = has_types ? types : NULL,
         .merges = text + n_tokens, .n_merges = (int)n_merges,
         .bos = token_id(g, "tokenizer.ggml.bos_token_id", (int)n_tokens),
         .eos = token_id(g, "tokenizer.ggml.eos_token_id", (int)n_tokens),
         .eot = token_id(g, "tokenizer.ggml.eot_token_id", (int)n_tokens),
-        .chat_template = tok_str(chat_template),
+        .ends = ends, .n_ends = read_ends(g, n_tokens, ends),
+        .chat_template = tok_str(key_template(g)),
         .has_ple = key_int(g, "gemma4.embedding_length_per_layer_input", 0, 1 << 16, 0) > 0
     };
     if (tok_init(t, &v) < 0) die("%s: tokenizer: %s", g->path, t->err);
@@ -176,7 +242,7 @@ static void print_sampling(const Model *m, const SampleParams *p) {
     fprintf(stderr, "# sampling: ");
     if (m->n_suppressed) fprintf(stderr, "%d tokens suppressed, ", m->n_suppressed);
     if (m->s.bias) fprintf(stderr, "logit bias, ");
-    if (m->s.counts)
+    if (m->s.counts && (p->repeat != 1 || p->frequency != 0 || p->presence != 0))
         fprintf(stderr, "penalties (repeat %g, frequency %g, presence %g), ", (double)p->repeat, (double)p->frequency,
                 (double)p->presence);
     if (p->temperature <= 0) {

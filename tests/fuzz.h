@@ -44,7 +44,7 @@ static void make_built_in(Tokenizer *t) {
         tokens[n_tokens++] = (TokStr){ texts[i], strlen(texts[i]) };
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
         merges[n_merges++] = (TokStr){ lines[i], strlen(lines[i]) };
-    TokVocab v = { tokens, n_tokens, NULL, merges, n_merges, 256, 257, -1, { NULL, 0 }, false };
+    TokVocab v = { tokens, n_tokens, NULL, merges, n_merges, 256, 257, -1, { NULL, 0 }, false, NULL, 0 };
     NEED(tok_init(t, &v) == 0 && t->n_skipped == 0);
 }
 

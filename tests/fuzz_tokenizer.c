@@ -58,7 +58,7 @@ static void fuzz_vocabulary(const uint8_t *bytes, size_t size) {
     }
     int n_tokens = n_lines * (bytes[0] % 17) / 16;
     TokVocab v = { line, n_tokens, bytes[1] & 1 ? types : NULL, line + n_tokens, n_lines - n_tokens, bytes[2] % 32 - 1,
-                   bytes[3] % 32 - 1, (int8_t)bytes[4], { (const char *)bytes, size }, bytes[5] & 1 };
+                   bytes[3] % 32 - 1, (int8_t)bytes[4], { (const char *)bytes, size }, bytes[5] & 1, NULL, 0 };
     Tokenizer t;
     if (tok_init(&t, &v) < 0) {
         NEED(t.err[0] && !strchr(t.err, '\n'));

@@ -130,6 +130,405 @@ static void test_unknown(const char *model) {
           "an ordinary model is said to have unknown parts");
 }
 
+// ---- keys of published files -----------------------------------------------------------------------------------------
+
+#define STORY "Once upon a time, there was a little fox named Tom"
+#define CUT "Once upon a time, there was a"
+#define MINI_E "models/gemma4-mini-e-q8_0.gguf"
+
+// Runs a trained model for 12 tokens. Returns the hash of the last logits; the text is in the file stdout. "": refused.
+static const char *story(const char *path, bool greedy) {
+    static char hash[20];
+    const char *argv[] = { gemma4, path, "-t", "1", "-p", "Tell me a story about a fox.", "-n", "12", "-s", "1",
+                           greedy ? "--temp" : NULL, "0", NULL };
+    hash[0] = 0;
+    if (run_program(argv, in_tmp("stdout"), in_tmp("stderr"))) return hash;
+    char *err = text_of(in_tmp("stderr"));
+    const char *at = strstr(err, "last logits ");
+    if (at) snprintf(hash, sizeof hash, "%.16s", at + 12);
+    free(err);
+    return hash;
+}
+
+typedef struct {
+    const char *key;
+    int type;                 // of a number, GGUF_V_STR, or GGUF_V_ARRAY: of the i32 values number, 986 and 99999
+    double number;
+    const char *text, *prints, *says;      // a string; the answer, NULL: refused; words on stderr, NULL: no note
+} KeyCase;
+
+static const KeyCase key_cases[] = {
+    { "tokenizer.ggml.model", GGUF_V_STR, 0, "llama", STORY, NULL },               // with pre gemma4, as Ollama writes it
+    { "tokenizer.ggml.padding_token_id", GGUF_V_U32, 4294967295.0, NULL, STORY, "padding_token_id': 4294967295 is not" },
+    { "tokenizer.ggml.mask_token_id", GGUF_V_U32, 262144, NULL, STORY, "mask_token_id': 262144 is not a token" },
+    { "tokenizer.ggml.unknown_token_id", GGUF_V_I32, -1, NULL, STORY, "unknown_token_id': -1 is not a token" },
+    { "tokenizer.ggml.eom_token_id", GGUF_V_U32, 986, NULL, CUT, NULL },
+    { "tokenizer.ggml.eos_token_ids", GGUF_V_ARRAY, 1, NULL, CUT, "eos_token_ids': 99999 is not a token" },
+    { "tokenizer.ggml.add_space_prefix", GGUF_V_BOOL, 1, NULL, STORY, "# 1 unused key: tokenizer.ggml.add_space_prefix" },
+    { "tokenizer.ggml.add_bos_token", GGUF_V_BOOL, 0, NULL, STORY, NULL },
+    { "gemma4.something", GGUF_V_U32, 3, NULL, STORY, "# 1 unused key: gemma4.something\n" },
+    { "gemma4.something", GGUF_V_U32, 0, NULL, STORY, NULL },
+    { "gemma4.vision.block_count", GGUF_V_U32, 3, NULL, STORY, NULL },
+    { "gemma4.attention.causal", GGUF_V_BOOL, 0, NULL, NULL, "'gemma4.attention.causal': expected 1" },
+    { "gemma4.attention.causal", GGUF_V_BOOL, 1, NULL, STORY, NULL },
+    { "gemma4.attn_logit_softcapping", GGUF_V_F32, 50, NULL, NULL, "attn_logit_softcapping" },
+    { "gemma4.hidden_activation", GGUF_V_STR, 0, "silu", NULL, "expected gelu_pytorch_tanh, got 'silu'" },
+    { "gemma4.hidden_activation", GGUF_V_STR, 0, "gelu_pytorch_tanh", STORY, NULL },
+    { "gemma4.rope.scaling.type", GGUF_V_STR, 0, "yarn", NULL, "expected none or linear, got 'yarn'" },
+    { "gemma4.rope.scaling.type", GGUF_V_STR, 0, "none", STORY, NULL },
+    { "gemma4.rope.scaling.factor", GGUF_V_F32, -2, NULL, NULL, "rope.scaling.factor': expected 0 to" },
+    { "general.sampling.xtc_probability", GGUF_V_F32, 0.5, NULL, STORY, "# 1 unused key: general.sampling.xtc_prob" },
+    { "general.sampling.top_k", GGUF_V_I32, -1, NULL, STORY, NULL },
+    { "general.sampling.top_k", GGUF_V_I32, -2, NULL, NULL, "general.sampling.top_k" },
+    { "general.type", GGUF_V_STR, 0, "adapter", NULL, "a LoRA adapter" },
+    { "general.type", GGUF_V_STR, 0, "mmproj", NULL, "a projector of images" },
+    { "general.type", GGUF_V_STR, 0, "imatrix", NULL, "an importance matrix" },
+    { "general.architecture", GGUF_V_STR, 0, "clip", NULL, "a projector of images" },
+};
+
+static void set_key(Draft *d, const KeyCase *c) {
+    Bytes *b = &draft_key(d, c->key)->value;
+    b->n = 0;
+    put_u32(b, (uint32_t)c->type);
+    if (c->type == GGUF_V_STR) put_text(b, c->text);
+    if (c->type == GGUF_V_F32) put(b, &(float){ (float)c->number }, 4);
+    if (c->type == GGUF_V_BOOL) put(b, &(uint8_t){ c->number != 0 }, 1);
+    if (c->type == GGUF_V_U32) put_u32(b, (uint32_t)c->number);
+    if (c->type == GGUF_V_I32) put_u32(b, (uint32_t)(int32_t)c->number);
+    if (c->type != GGUF_V_ARRAY) return;
+    put_u32(b, GGUF_V_I32);
+    put_u64(b, 3);
+    put_u32(b, (uint32_t)c->number);
+    put_u32(b, 986);                                   // " little", the ninth token of the story
+    put_u32(b, 99999);
+}
+
+static const char *with_key(const KeyCase *c) {
+    Draft d = read_draft(MINI_E);
+    set_key(&d, &(KeyCase){ .key = "tokenizer.ggml.pre", .type = GGUF_V_STR, .text = "gemma4" });
+    set_key(&d, c);
+    return write_draft(&d, in_tmp("keys.gguf"));
+}
+
+static void test_keys(void) {
+    for (size_t i = 0; i < sizeof key_cases / sizeof *key_cases; i++) {
+        const KeyCase *c = &key_cases[i];
+        const bool ran = *story(with_key(c), true) != 0;
+        char *out = text_of(in_tmp("stdout")), *err = text_of(in_tmp("stderr"));
+        CHECK(ran == (c->prints != NULL) && (!ran || !strcmp(out, c->prints)), "case %zu, %s: got '%s' and: %s", i,
+              c->key, out, err);
+        CHECK(c->says ? strstr(err, c->says) != NULL : !strstr(err, "unused") && !strstr(err, "# note"),
+              "case %zu, %s: expected '%s' in: %s", i, c->key, c->says ? c->says : "no note", err);
+        free(out);
+        free(err);
+    }
+    char hash[20];
+    static const KeyCase scaled[] = { { "gemma4.rope.scaling.factor", GGUF_V_F32, 8, NULL, NULL, NULL },
+                                      { "gemma4.rope.scale_linear", GGUF_V_F32, 8, NULL, NULL, NULL } };
+    Draft d = read_draft(MINI_E);
+    DraftTensor *t = draft_tensor(&d, "rope_freqs.weight");
+    for (size_t i = 0; i < t->data.n; i += 4) {
+        float f;
+        memcpy(&f, t->data.data + i, 4);
+        if (f < 1e20f) f *= 8;
+        memcpy(t->data.data + i, &f, 4);
+    }
+    snprintf(hash, sizeof hash, "%s", story(write_draft(&d, in_tmp("keys.gguf")), true));
+    CHECK(strcmp(hash, story(MINI_E, true)), "frequencies divided by 8 change nothing");
+    for (int i = 0; i < 2; i++)
+        CHECK(!strcmp(hash, story(with_key(&scaled[i]), true)), "%s: other logits than with scaled rope_freqs",
+              scaled[i].key);
+    KeyCase hot = { "general.sampling.temp", GGUF_V_F32, 5, NULL, NULL, NULL };
+    d = read_draft(MINI_E);
+    set_key(&d, &hot);
+    hot.key = "general.sampling.min_p", hot.number = 1;
+    set_key(&d, &hot);
+    story(write_draft(&d, in_tmp("keys.gguf")), false);
+    CHECK(output_has("stdout", STORY), "min_p 1 of the file at temperature 5: another text than the likeliest");
+}
+
+static void test_damaged_downloads(void) {
+    static const struct { const char *bytes; size_t n; const char *says; } files[] = {
+        { "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", 53, "a Git LFS pointer" },
+        { "<!doctype html><html><body>Not found</body></html>", 50, "a web page" },
+        { "PK\3\4" "0123456789012345678901234567", 32, "a zip archive" },
+        { "\2\0\0\0\x13\0\0\0blk.0.attn_q.weight\0\0\0\0\0", 32, "an importance matrix" },
+        { "something else, of no known kind", 32, "E_MAGIC at byte 0)\n" } };
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        FILE *f = must(fopen(in_tmp("keys.gguf"), "wb"));
+        fwrite(files[i].bytes, 1, files[i].n, f);
+        fclose(f);
+        CHECK(!*story(in_tmp("keys.gguf"), true) && output_has("stderr", files[i].says), "not called %s", files[i].says);
+    }
+    Draft d = read_draft(MINI_E);
+    fill(draft_tensor(&d, "blk.6.ffn_norm.weight"), 0);
+    story(write_draft(&d, in_tmp("keys.gguf")), true);
+    CHECK(output_has("stderr", "'blk.6.ffn_norm.weight': expected the weights of a norm, got zeros"), "zeros");
+    d = read_draft(MINI_E);
+    fill(draft_add(&d, "blk.0.attn_q.bias", 4), 1);
+    story(write_draft(&d, in_tmp("keys.gguf")), true);
+    CHECK(output_has("stderr", "'blk.0.attn_q.bias': biases are not supported"), "a bias is accepted");
+    d = read_draft(MINI_E);
+    draft_add(&d, "blk.0.attn_q.bias", 4);
+    CHECK(*story(write_draft(&d, in_tmp("keys.gguf")), true), "a bias of zeros is refused");
+    d = read_draft(MINI_E);
+    DraftTensor *t = draft_tensor(&d, "token_embd.weight"), *ple = draft_tensor(&d, "per_layer_token_embd.weight");
+    t->ne[1] = ple->ne[1] = 4095;
+    CHECK(*story(write_draft(&d, in_tmp("keys.gguf")), true) && output_has("stdout", STORY) &&
+          output_has("stderr", "# note: 1 token has no row in token_embd.weight"), "a token without a row");
+}
+
+// ---- folders as published ------------------------------------------------------------------------------------------
+
+static Bytes replaced(const char *text, size_t n, const char *from, const char *to) {  // every `from`
+    Bytes b = { 0 };
+    const size_t k = strlen(from);
+    for (size_t i = 0; i < n; ) {
+        const bool here = k && i + k <= n && !memcmp(text + i, from, k);
+        put(&b, here ? to : text + i, here ? strlen(to) : 1);
+        i += here ? k : 1;
+    }
+    return b;
+}
+
+// Replaces text in a file of the folder; in model.safetensors, in its head.
+static void edit_folder(const char *file, const char *from, const char *to) {
+    size_t n;
+    const char *path = in_tmp("folder/%s", file);
+    char *text = read_file(path, &n, "test");
+    uint64_t head = 0;
+    const bool tensors = strstr(file, "safetensors") != NULL;
+    if (tensors) memcpy(&head, text, 8);
+    const size_t skip = tensors ? 8 : 0, end = tensors ? 8 + (size_t)head : n;
+    Bytes b = replaced(text + skip, end - skip, from, to);
+    CHECK(b.n != end - skip || memcmp(b.data, text + skip, b.n), "%s has no '%s'", file, from);
+    FILE *f = must(fopen(path, "wb"));
+    head = b.n;
+    if (tensors) fwrite(&head, 8, 1, f);
+    fwrite(b.data, 1, b.n, f);
+    fwrite(text + end, 1, n - end, f);
+    CHECK(!fclose(f), "%s: %s", path, strerror(errno));
+    free(b.data);
+    free(text);
+}
+
+// Replaces each fused matrix of experts in the head of model.safetensors by one tensor for each of 8 experts and part.
+static void split_experts(const char *name, int parts, const char *const *part_names, int rows, int cols) {
+    for (int l = 0; l < 4; l++) {
+        char from[256], key[128], *to = must(calloc(1, 1 << 14));
+        snprintf(key, sizeof key, "\"model.language_model.layers.%d.experts.%s\": ", l, name);
+        size_t n, total;
+        char *text = read_file(in_tmp("folder/model.safetensors"), &n, "test");
+        uint64_t begin = 0, end = 0;
+        text[n - 1] = 0;
+        const char *at = strstr(text + 8, key), *offsets = at ? strstr(at, "data_offsets\":[") : NULL;
+        if (!CHECK(offsets && sscanf(offsets, "data_offsets\":[%" SCNu64 ",%" SCNu64, &begin, &end) == 2, "no %s", key))
+            return;
+        snprintf(from, sizeof from, "%.*s", (int)(strchr(at, '}') + 1 - at), at);
+        total = (size_t)(end - begin) / (size_t)(8 * parts);
+        for (int e = 0, k = 0; e < 8; e++)
+            for (int i = 0; i < parts; i++, k++)
+                sprintf(to + strlen(to), "%s\"model.language_model.layers.%d.experts.%d.%s.weight\": {\"dtype\":\"F16\","
+                        "\"shape\":[%d,%d],\"data_offsets\":[%zu,%zu]}", k ? ", " : "", l, e, part_names[i], rows, cols,
+                        (size_t)begin + (size_t)k * total, (size_t)begin + (size_t)(k + 1) * total);
+        free(text);
+        edit_folder("model.safetensors", from, to);
+        free(to);
+    }
+}
+
+static bool new_folder(const char *model) {
+    char program[1024];
+    snprintf(program, sizeof program, "%s/make_hf", getenv("BUILD") ? getenv("BUILD") : "build");
+    const char *argv[] = { program, model, in_tmp("folder"), NULL };
+    return !run_program(argv, in_tmp("stdout"), in_tmp("stderr"));
+}
+
+// Runs the folder. Returns the hash of the last logits; "": refused.
+static const char *folder_hash(void) {
+    static char hash[20];
+    hash[0] = 0;
+    if (run_model(in_tmp("folder"), NULL)) return hash;
+    char *err = text_of(in_tmp("stderr"));
+    const char *at = strstr(err, "last logits ");
+    if (at) snprintf(hash, sizeof hash, "%.16s", at + 12);
+    free(err);
+    return hash;
+}
+
+typedef struct { const char *file, *from, *to, *says; bool refused; } FolderCase;    // says NULL: the same, no note
+
+#define CONFIG "config.json"
+#define TENSORS "model.safetensors"
+static const FolderCase folder_cases[] = {
+    { TENSORS, "model.language_model.", "base_model.model.model.language_model.", NULL, false },
+    { TENSORS, "model.language_model.", "_orig_mod.module.model.", NULL, false },
+    { TENSORS, "model.language_model.", "", NULL, false },
+    { TENSORS, "layers.1.", "layers.1._orig_mod.", NULL, false },
+    { TENSORS, ".experts.", ".moe.", NULL, false },
+    { TENSORS, ".experts.", ".mlp.experts.", NULL, false },
+    { TENSORS, ".router.per_expert_scale", ".moe.per_expert_scale", NULL, false },
+    { TENSORS, ".experts.down_proj\"", ".experts.switch_glu.down_proj.weight\"", NULL, false },
+    { TENSORS, ".layer_scalar\"", ".layer_scalar.weight\"", NULL, false },
+    { TENSORS, "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.lora_A.weight", "merge the LoRA", true },
+    { TENSORS, "layers.2.mlp.up_proj.weight", "vision_tower.2.weight", "'layers.2.mlp.up_proj.weight' ('blk.2.ffn_up", true },
+    { CONFIG, "\"rms_norm_eps\": 1e-06,", "", NULL, false },
+    { CONFIG, "\"tie_word_embeddings\": true,", "", NULL, false },
+    { CONFIG, "\"text_config\": {", "\"text_config\": { \"hidden_activation\": \"silu\",", "gelu_pytorch_tanh", true },
+    { CONFIG, "\"text_config\": {", "\"text_config\": { \"attention_bias\": true,", "attention_bias", true },
+    { CONFIG, "\"text_config\": {", "\"text_config\": { \"attention_bias\": false, \"new\": null,", NULL, false },
+    { CONFIG, "\"text_config\": {", "\"text_config\": { \"use_bidirectional_attention\": \"all\",", "vision", true },
+    { CONFIG, "\"text_config\": {", "\"text_config\": { \"rope_scaling\": {\"factor\": 8},", "rope_scaling", true },
+    { CONFIG, "\"text_config\": {", "\"text_config\": { \"new_thing\": 7,", "# config.json: 1 unused member: new_thing\n", false },
+    { "generation_config.json", "\"top_k\": 64", "\"top_k\": -1", NULL, false },
+    { "generation_config.json", "\"top_k\": 64", "\"num_beams\": 4", "1 unused member: num_beams", false },
+    { "generation_config.json", "\"top_k\": 64", "\"min_p\": 2", "'min_p': expected 0 to 1, got 2", true },
+    { "tokenizer.json", "\"added_tokens\": [", "\"added_tokens\": [{\"id\": 999999, \"content\": \"<far>\"},", "no row in the embedding", false },
+    { CONFIG, "{", "\xef\xbb\xbf{", "config.json", true },           // every brace: no JSON any more
+};
+
+static void test_folders(const char *model) {
+    char base[20], scaled[20];
+    if (!new_folder(model)) {
+        SKIP("no make_hf to run: folders as published");
+        return;
+    }
+    snprintf(base, sizeof base, "%s", folder_hash());
+    CHECK(*base, "the folder of %s does not run", model);
+    for (size_t i = 0; i < sizeof folder_cases / sizeof *folder_cases; i++) {
+        const FolderCase *c = &folder_cases[i];
+        new_folder(model);
+        edit_folder(c->file, c->from, c->to);
+        const char *hash = folder_hash();
+        char *err = text_of(in_tmp("stderr"));
+        CHECK(!strcmp(hash, c->refused ? "" : base), "folder case %zu, %s: got '%s' and: %s", i, c->to, hash, err);
+        CHECK(c->says ? strstr(err, c->says) != NULL : !strstr(err, "unused") && !strstr(err, "# note"),
+              "folder case %zu, %s: expected '%s' in: %s", i, c->to, c->says ? c->says : "no note", err);
+        free(err);
+    }
+    new_folder(model);
+    split_experts("gate_up_proj", 2, (const char *const[]){ "gate_proj", "up_proj" }, 32, 64);
+    split_experts("down_proj", 1, (const char *const[]){ "down_proj" }, 64, 32);
+    CHECK(!strcmp(folder_hash(), base), "experts one by one: other logits, or refused");
+    edit_folder(TENSORS, "experts.5.down_proj", "experts.9.down_proj");
+    CHECK(!*folder_hash() && output_has("stderr", "experts.9.down_proj"), "a missing expert is accepted");
+
+    // global layers as transformers 5.15 and later write them
+    new_folder(model);
+    edit_folder(CONFIG, "\"global_head_dim\": 512,", "");
+    edit_folder(CONFIG, "\"num_global_key_value_heads\": 1,", "");
+    CHECK(!*folder_hash() && output_has("stderr", "layers.1.self_attn.k_proj.weight"),
+          "global layers with the KV heads of sliding ones are accepted");
+    edit_folder(CONFIG, "\"text_config\": {", "\"text_config\": { \"per_layer_config\": {\"01\": {\"head_dim\": 512, "
+                "\"num_key_value_heads\": 1}, \"3\": {\"head_dim\": 512, \"num_key_value_heads\": 1}},");
+    CHECK(!strcmp(folder_hash(), base), "per_layer_config: other logits, or refused");
+    edit_folder(CONFIG, "\"num_key_value_heads\": 1}", "\"sliding_window\": 1}");
+    CHECK(!*folder_hash() && output_has("stderr", "'per_layer_config': layer 1: 'sliding_window'"),
+          "per_layer_config with another window is accepted");
+
+    // RoPE: the factor of a folder and of a GGUF file do the same
+    new_folder(model);
+    edit_folder(CONFIG, "\"rope_type\": \"proportional\",", "\"rope_type\": \"proportional\", \"factor\": 8.0,");
+    snprintf(scaled, sizeof scaled, "%s", folder_hash());
+    CHECK(*scaled && strcmp(scaled, base), "a factor of 8 changes nothing");
+    Draft d = read_draft(model);
+    set_key(&d, &(KeyCase){ .key = "gemma4.rope.scaling.factor", .type = GGUF_V_F32, .number = 8 });
+    CHECK(!run_model(write_draft(&d, in_tmp("keys.gguf")), NULL) && output_has("stderr", scaled),
+          "a factor of 8: other logits in a folder than in a file");
+
+    // the soft-cap may be absent, and end ids and greedy sampling come from either file
+    new_folder(model);
+    edit_folder(CONFIG, "\"final_logit_softcapping\": 30.0", "\"final_logit_softcapping\": null");
+    CHECK(strcmp(folder_hash(), base) && *folder_hash(), "no soft-cap: the logits of a cap of 30, or refused");
+    new_folder(model);
+    edit_folder("generation_config.json", "\"temperature\": 1.0", "\"do_sample\": false, \"repetition_penalty\": 1.5");
+    const char *argv[] = { gemma4, in_tmp("folder"), "-p", "a b", "--raw", "-n", "2", "-c", "64", NULL };
+    CHECK(!run_program(argv, in_tmp("stdout"), in_tmp("stderr")) &&
+          output_has("stderr", "# sampling: penalties (repeat 1.5, frequency 0, presence 0), greedy"),
+          "do_sample false and a penalty are not followed");
+}
+
+// ---- limits of control groups --------------------------------------------------------------------------------------
+
+static void put_file(const char *name, const char *text) {             // in a folder that stands for /
+    char path[700];
+    snprintf(path, sizeof path, "%s", in_tmp("root/%s", name));
+    for (char *slash = path + 1; (slash = strchr(slash, '/')); slash++) {
+        *slash = 0;
+        mkdir(path, 0700);
+        *slash = '/';
+    }
+    FILE *f = must(fopen(path, "w"));
+    fputs(text, f);
+    fclose(f);
+}
+
+static void check_limits(const char *what, size_t room, size_t memory, double cores) {
+    char root[600];
+    snprintf(root, sizeof root, "%s", in_tmp("root"));
+    const GroupLimits got = group_limits(root);
+    CHECK(got.room == room && got.memory == memory && (got.cores == cores),
+          "%s: expected %zu, %zu, %g, got %zu, %zu, %g", what, room, memory, cores, got.room, got.memory, got.cores);
+}
+
+static void test_group_limits(void) {
+    check_limits("no groups", SIZE_MAX, SIZE_MAX, INFINITY);
+    put_file("proc/self/cgroup", "0::/pod/box\n");
+    put_file("proc/self/mountinfo", "31 23 0:28 / /proc rw - proc proc rw\n"
+             "41 31 0:38 / /cg rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n");
+    check_limits("groups without limits", SIZE_MAX, SIZE_MAX, INFINITY);
+    put_file("cg/pod/box/memory.max", "max\n");
+    put_file("cg/pod/box/cpu.max", "max 100000\n");
+    check_limits("version 2, max", SIZE_MAX, SIZE_MAX, INFINITY);
+    put_file("cg/pod/memory.max", "1000000\n");
+    put_file("cg/pod/memory.current", "700000\n");
+    put_file("cg/pod/memory.stat", "anon 1\nfile 600000\ninactive_file 200000\nactive_file 100000\n");
+    put_file("cg/pod/cpu.max", "150000 100000\n");
+    check_limits("version 2, the group around it", 600000, 1000000, 1.5);
+    put_file("cg/pod/box/memory.max", "500000\n");
+    put_file("cg/pod/box/memory.current", "600000\n");
+    check_limits("version 2, full", 0, 500000, 1.5);
+    put_file("proc/self/mountinfo", "41 31 0:38 /elsewhere /cg rw - cgroup2 cgroup2 rw\n");
+    put_file("cg/memory.max", "4096\n");
+    check_limits("a path that is not mounted", 4096, 4096, INFINITY);
+    put_file("proc/self/cgroup", "5:memory:/a/b\n4:cpu,cpuacct:/c\n3:cpuset:/x\n0::/\n");
+    put_file("proc/self/mountinfo", "35 31 0:32 /a /v1/memory rw - cgroup cgroup rw,memory\n"
+             "32 31 0:29 / /v1/cpu rw - cgroup cgroup rw,cpu,cpuacct\n");
+    put_file("v1/memory/b/memory.limit_in_bytes", "40000\n");
+    put_file("v1/memory/b/memory.usage_in_bytes", "30000\n");
+    put_file("v1/memory/b/memory.stat", "active_file 9\ntotal_inactive_file 5000\ntotal_active_file 1000\n");
+    put_file("v1/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    put_file("v1/cpu/c/cpu.cfs_quota_us", "50000\n");
+    put_file("v1/cpu/c/cpu.cfs_period_us", "100000\n");
+    put_file("v1/cpu/cpu.cfs_quota_us", "-1\n");
+    check_limits("version 1", 16000, 40000, 0.5);
+}
+
+// ---- texts -----------------------------------------------------------------------------------------------------------
+
+static void test_texts(void) {
+    static const struct { const char *bytes; size_t n; const char *text; } cases[] = {     // text NULL: refused
+        { "abc", 3, "abc" }, { "\xef\xbb\xbf" "abc", 6, "abc" }, { "\xff\xfe" "a\0\x3d\xd8\x00\xde", 8, "a\xf0\x9f\x98\x80" },
+        { "\xfe\xff" "\0a\x20\xac", 6, "a\xe2\x82\xac" }, { "\xff\xfe\x3d\xd8", 4, "\xef\xbf\xbd" },
+        { "\xff\xfe" "a\0b", 5, NULL }, { "a\0b\0c\0", 6, NULL }, { "\0a\0b\0c", 6, NULL }, { "", 0, "" } };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        FILE *f = must(fopen(in_tmp("text"), "wb"));
+        fwrite(cases[i].bytes, 1, cases[i].n, f);
+        fclose(f);
+        const char *argv[] = { gemma4, "models/gemma4-mini-e-q8_0.gguf", "-f", in_tmp("text"), "-n", "1", NULL };
+        if (!cases[i].text) {
+            CHECK(run_program(argv, in_tmp("stdout"), in_tmp("stderr")) == 1 && output_has("stderr", "UTF-16"),
+                  "text %zu: not refused as UTF-16", i);
+            continue;
+        }
+        size_t n = 0;
+        char *text = read_text(in_tmp("text"), &n, "test");
+        CHECK(n == strlen(cases[i].text) && !memcmp(text, cases[i].text, n), "text %zu: got %zu bytes: %.*s", i, n, (int)n,
+              text);
+        free(text);
+    }
+}
+
 // ---- the table of check ----
 
 // The line of a name shows a NaN or Inf of one layer, whatever the other values and layers are.
@@ -552,6 +951,7 @@ int main(void) {
         list[i] = models[i];
     }
     test_nan_stays();
+    test_group_limits();
     test_no_room(models[1]);
     test_table(models[2]);
     test_shared_memory(models[2]);
@@ -565,6 +965,10 @@ int main(void) {
         for (int i = 0; i < 3; i++) test_split(models[i]);
         test_check_tensors(models[0], models[3]);
         test_unknown(models[1]);
+        test_keys();
+        test_damaged_downloads();
+        test_folders(models[1]);
+        test_texts();
         test_terminal(models[0], path[0] ? path : NULL);
     }
     const char *is_long = getenv("LONG");

@@ -137,7 +137,7 @@ refuse "model_type" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"model_type": "gemma4"/"model_type": "qwen3"/'
 refuse "draft models" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"hidden_size": [0-9]*,//'
-refuse "'hidden_size': missing" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
+refuse "'hidden_size'" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"hidden_size": [0-9]*,/"hidden_size": 65,/'
 refuse "token_embd.weight" "$tmp/bad" -p hi
 edit config.json 's/"num_attention_heads": [0-9]*/"num_attention_heads": 1e3/'
@@ -148,10 +148,8 @@ edit config.json 's/\["sliding_attention"/["chunked_attention"/'
 refuse "chunked_attention" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"rope_type": "proportional"/"rope_type": "yarn"/'
 refuse "rope_parameters" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
-edit config.json 's/"final_logit_softcapping": 30.0/"final_logit_softcapping": null/'
-refuse "final_logit_softcapping" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
-edit tokenizer.json 's/: 7$/: 512/; s/: 7,$/: 512,/'
-refuse "rows of the embedding table" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
+edit config.json 's/"rope_type": "proportional"/"rope_type": "proportional", "beta_fast": 32/'
+refuse "beta_fast" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit tokenizer.json 's/: 7,$/: 8,/'
 refuse "got 8 again" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 for merge in 7 '{}' '[]' '["a"]' '["a","b","c"]' '["a b","c"]' '["a",7]' '["","b"]' '"ab"' '" b"' '"a b c"'; do
@@ -170,7 +168,7 @@ folder
 head -c 5000 "$tmp/micro-e-f32/model.safetensors" >"$tmp/bad/model.safetensors"
 refuse "(E_" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit model.safetensors 's/layers.0.self_attn.q_proj/layers.0.self_attn.x_proj/'
-refuse "attn_q.weight" "$tmp/bad" -p hi
+refuse "x_proj.weight" "$tmp/bad" -p hi
 edit model.safetensors 's/layers.1.input_layernorm/layers.0.input_layernorm/'
 refuse "E_NAME_DUP" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit model.safetensors 's/"dtype":"F32","shape":\[64\]/"dtype":"I32","shape":[64]/'

@@ -489,7 +489,7 @@ static void test_random_vocabularies(void) {
             merges[i] = merges[o];
             merges[o] = m;
         }
-        TokVocab v = { tokens, n_tokens, NULL, merges, n_merges, -1, -1, -1, { NULL, 0 }, false };
+        TokVocab v = { tokens, n_tokens, NULL, merges, n_merges, -1, -1, -1, { NULL, 0 }, false, NULL, 0 };
         Tokenizer t;
         if (!CHECK(tok_init(&t, &v) == 0, "random vocabulary %d: %s", k, t.err)) return;
         Judge j = make_judge(&v);
@@ -589,7 +589,7 @@ enum { ID_A = 7, ID_B, ID_C, ID_AB, ID_BC, ID_ABC, ID_SP, ID_SPA, ID_NL, ID_BYTE
 
 static void make_hand(Hand *h, bool with_bytes) {
     memset(h, 0, sizeof *h);
-    h->v = (TokVocab){ h->tokens, 0, h->types, h->merges, 0, 2, 1, -1, { NULL, 0 }, true };
+    h->v = (TokVocab){ h->tokens, 0, h->types, h->merges, 0, 2, 1, -1, { NULL, 0 }, true, NULL, 0 };
     const char *texts[] = { "<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|\"|>", "<|tool_response>",
                             "a", "b", "c", "ab", "bc", "abc", "\342\226\201", "\342\226\201a", "\n" };
     for (int i = 0; i < ID_BYTES; i++) add_token(h, texts[i], i < ID_A ? 3 : 1);
