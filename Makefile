@@ -155,7 +155,7 @@ $(B)/gemma4-tested: $(SOURCES) $(B)/commit.h $(B)/flags
 	$(COMPILE:-O3=-O2) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
 # The chat's line editor alone: test_terminal types to it.
 $(LINES): tests/lines.c parts/lines.h parts/base.h $(B)/flags
-	$(TEST_COMPILE) $< -o $@ $(LDFLAGS)
+	$(TEST_COMPILE) $< -o $@ $(LDFLAGS) -lm
 $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine $(B)/engine.a \
     $(if $(filter cuda,$(TESTED)),$(B)/kernels.o $(B)/plain.o) $(BACKEND) $(BACKEND_OBJECT)
 ifeq ($(TESTED),cuda)
