@@ -139,7 +139,7 @@ static void test_unknown(const char *model) {
 // Runs a trained model for 12 tokens. Returns the hash of the last logits; the text is in the file stdout. "": refused.
 static const char *story(const char *path, bool greedy) {
     static char hash[20];
-    const char *argv[] = { gemma4, path, "-t", "1", "-p", "Tell me a story about a fox.", "-n", "12", "-s", "1",
+    const char *argv[] = { gemma4, path, "-v", "-t", "1", "-p", "Tell me a story about a fox.", "-n", "12", "-s", "1",
                            greedy ? "--temp" : NULL, "0", NULL };
     hash[0] = 0;
     if (run_program(argv, in_tmp("stdout"), in_tmp("stderr"))) return hash;
@@ -215,6 +215,7 @@ static void test_keys(void) {
         const KeyCase *c = &key_cases[i];
         const bool ran = *story(with_key(c), true) != 0;
         char *out = text_of(in_tmp("stdout")), *err = text_of(in_tmp("stderr"));
+        out[strcspn(out, "\n")] = 0;
         CHECK(ran == (c->prints != NULL) && (!ran || !strcmp(out, c->prints)), "case %zu, %s: got '%s' and: %s", i,
               c->key, out, err);
         CHECK(c->says ? strstr(err, c->says) != NULL : !strstr(err, "unused") && !strstr(err, "# note"),
@@ -253,7 +254,7 @@ static void test_damaged_downloads(void) {
         { "<!doctype html><html><body>Not found</body></html>", 50, "a web page" },
         { "PK\3\4" "0123456789012345678901234567", 32, "a zip archive" },
         { "\2\0\0\0\x13\0\0\0blk.0.attn_q.weight\0\0\0\0\0", 32, "an importance matrix" },
-        { "something else, of no known kind", 32, "E_MAGIC at byte 0)\n" } };
+        { "something else, of no known kind", 32, "E_MAGIC" } };
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
         FILE *f = must(fopen(in_tmp("keys.gguf"), "wb"));
         fwrite(files[i].bytes, 1, files[i].n, f);
@@ -348,7 +349,7 @@ static bool new_folder(const char *model) {
 static const char *folder_hash(void) {
     static char hash[20];
     hash[0] = 0;
-    if (run_model(in_tmp("folder"), NULL)) return hash;
+    if (run_model(in_tmp("folder"), "-v")) return hash;
     char *err = text_of(in_tmp("stderr"));
     const char *at = strstr(err, "last logits ");
     if (at) snprintf(hash, sizeof hash, "%.16s", at + 12);
@@ -442,7 +443,7 @@ static void test_folders(const char *model) {
     CHECK(strcmp(folder_hash(), base) && *folder_hash(), "no soft-cap: the logits of a cap of 30, or refused");
     new_folder(model);
     edit_folder("generation_config.json", "\"temperature\": 1.0", "\"do_sample\": false, \"repetition_penalty\": 1.5");
-    const char *argv[] = { gemma4, in_tmp("folder"), "-p", "a b", "--raw", "-n", "2", "-c", "64", NULL };
+    const char *argv[] = { gemma4, in_tmp("folder"), "-v", "-p", "a b", "--raw", "-n", "2", "-c", "64", NULL };
     CHECK(!run_program(argv, in_tmp("stdout"), in_tmp("stderr")) &&
           output_has("stderr", "# sampling: penalties (repeat 1.5, frequency 0, presence 0), greedy"),
           "do_sample false and a penalty are not followed");
