@@ -184,7 +184,7 @@ static ModelShape model_shape(const Model *m) {
 }
 
 static TokStr model_template(Model *m) {
-    GgufStr s;
+    GgufStr s = { "", 0 };
     return gguf_get_str(&m->gguf, "tokenizer.chat_template", &s) > 0 ? (TokStr){ s.s, s.n } : (TokStr){ "", 0 };
 }
 

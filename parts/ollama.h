@@ -47,7 +47,7 @@ static bool find_asked(Asked *asked, const GgufJson *id, const GgufJson *name, G
 
 // Appends which call a result belongs to: by its id, by the name of its function, or by its place.
 static void put_result_of(TokText *out, const GgufJson *m, Asked *asked) {
-    GgufJson id, name, found;
+    GgufJson id, name = { .type = GGUF_J_NULL }, found;
     char text[40];
     const bool named = member(m, "tool_name", &name) || member(m, "name", &name);
     const bool by_id = member(m, "tool_call_id", &id) && find_asked(asked, &id, NULL, &found, text);
@@ -57,7 +57,7 @@ static void put_result_of(TokText *out, const GgufJson *m, Asked *asked) {
 }
 
 static bool put_asked(Exchange *x, TokText *out, const Asked *asked) {
-    GgufJson rest = asked->calls, call, function, name, arguments;
+    GgufJson rest = asked->calls, call, function, name = { .type = GGUF_J_NULL }, arguments;
     TokText list = { 0 };
     char text[40];
     bool ok = rest.type == GGUF_J_ARRAY ||

@@ -245,7 +245,7 @@ static void test_keys(void) {
     hot.key = "general.sampling.min_p", hot.number = 1;
     set_key(&d, &hot);
     story(write_draft(&d, in_tmp("keys.gguf")), false);
-    CHECK(output_has("stdout", STORY), "min_p 1 of the file at temperature 5: another text than the likeliest");
+    CHECK(output_has("stdout", STORY), "min_p 1 of the file at temperature 5: another text than that of greedy sampling");
 }
 
 static void test_damaged_downloads(void) {
