@@ -91,8 +91,8 @@ typedef struct {
     int          rows, cols;         // out features, in features (cols = contiguous)
     int          n;                  // matrices, one after the other: experts; else 1
     const float *scale;              // (n) factor of each matrix's product, NULL = 1 (.scale tensors of NVFP4 files)
-    bool         in_host;            // a table whose rows are gathered, never multiplied (per-layer embeddings), for
-                                     // which the device has no room: upload() leaves it in host memory
+    bool         in_host;            // the device has no room for it: upload() puts it into host memory, in the
+                                     // device's layout, and operations read it there
 } Tensor;
 
 // An activation that a matrix product will read. The producer fills what is not NULL: f for float matrices, q and s for
@@ -575,6 +575,7 @@ typedef struct {                     // the largest sizes of operations, from wh
     int max_cols;                    // widest input of a matrix product, or row of the per-layer table
     int max_experts;                 // n_used, 0 without experts
     int vocab;
+    size_t host_bytes;               // of the layer with the most weights in host memory, in the device's layout
 } Limits;
 
 typedef struct Ops {
@@ -586,8 +587,8 @@ typedef struct Ops {
     void   (*memory)(size_t *free, size_t *total);  // bytes of backend memory
     size_t (*weight_bytes)(const Tensor *w);        // backend memory that upload() fills; 0: it reads the file
     // w->data (and scale): host bytes in the file's layout -> dst in the backend's layout. Called for every matrix and
-    // vector, dst NULL if weight_bytes is 0; again between steps to bring back a model whose memory was lent. The rows
-    // of an in_host table go to host memory that the device reads: weight_bytes of the same tensor without in_host
+    // vector, dst NULL if weight_bytes is 0; again between steps to bring back a model whose memory was lent. A matrix
+    // in_host takes host memory that the device reads: weight_bytes of the same tensor without in_host
     void   (*upload)(Tensor *w, void *dst);
     size_t (*scratch_bytes)(const Limits *lim);     // what init() will take for the backend itself
     // before the first operation; may be called again between steps. Limits are those of all models loaded together
@@ -601,6 +602,7 @@ typedef struct Ops {
     int    (*fence)(void);                          // a fence after everything issued so far
     void   (*wait_for)(int fence);                   // until everything before it is done
     double (*bandwidth)(void);                      // bytes/s of the device's memory at best; 0: not known
+    double (*bus)(void);                            // bytes/s from host memory to the device; 0: not known, or no bus
     double (*joules)(void);                         // energy used since some moment; < 0: not known
     int64_t (*launches)(void);                      // kernels and copies issued to the device so far
     const Card *(*card)(void);                      // what operations are planned for; NULL: not a GPU

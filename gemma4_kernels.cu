@@ -82,11 +82,16 @@ typedef struct {              // a point in the stream
     unsigned n_pending;
 } Fence;
 
-typedef struct HostTable {    // a table whose rows stay in pinned host memory
+typedef struct HostMatrix {   // a matrix in pinned host memory
     const void *file, *owner; // the uploaded data; the last memory reserved before the upload
-    void *rows;
-    struct HostTable *next;
-} HostTable;
+    char  *data;
+    size_t bytes;
+    bool   is_stack;          // of experts
+    struct HostMatrix *next;  // uploaded after this one
+    char  *copy;              // in cuda.ring; NULL: none
+    struct HostMatrix *behind;        // the next copy in the ring
+    cudaEvent_t arrived;      // the copy is complete
+} HostMatrix;
 
 typedef struct {              // what the next launch has to know about this one
     int      blocks;
@@ -133,7 +138,12 @@ static struct {
     Fence   fences[MAX_FENCES];
     int    n_fences;          // so far
     void  *reserved;          // the last reservation
-    HostTable *tables;
+    HostMatrix *in_host;      // in the order of upload
+    char  *ring;              // (lim.host_bytes) copies of such matrices
+    int32_t *slots;           // (STEP_ROWS, max_experts) the chosen experts' numbers among those that were fetched
+    HostMatrix *oldest, *newest;       // copies in the ring; NULL: none
+    cudaStream_t copies;      // the stream that fills it
+    cudaEvent_t used;
 } cuda;
 
 __attribute__((noreturn, format(printf, 1, 2))) static void cuda_die(const char *fmt, ...) {
@@ -895,7 +905,8 @@ __device__ static inline void values_at(DType t, const Planes &p, size_t first, 
 // ---- upload ----
 
 enum { UPLOAD_PORTION = 8 << 20, UPLOAD_THREADS = 8, MIN_UPLOAD_THREADS = 3 };
-static_assert(UPLOAD_PORTION * UPLOAD_THREADS <= PANEL_BYTES, "portions pass through the panel");
+static_assert(UPLOAD_PORTION * UPLOAD_THREADS <= PANEL_BYTES && UPLOAD_PORTION * UPLOAD_THREADS <= PARTIAL_BYTES,
+              "portions pass through the panel, for host memory then through cuda.partial");
 
 static size_t planes_bytes(const Tensor *w) {
     size_t bytes;
@@ -924,6 +935,21 @@ static struct {
     std::atomic<int> n_threads;                        // threads that upload this matrix
 } uploads = { { }, { }, PTHREAD_MUTEX_INITIALIZER, { 0 } };
 
+// n blocks from block `at` on. Host memory is written in large pieces: planes of the portion are made on the device.
+static void repack_portion(const Uploading *u, const char *raw, char *room, size_t at, size_t n) {
+    const Tensor *w = u->w;
+    const size_t groups = n * u->f.values / 32, first = at * u->f.values;
+    size_t bytes;
+    const Planes to = w->in_host ? planes_at(room, w->type, n * u->f.values, &bytes) : u->p;
+    launch(WRITES_WEIGHTS, repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f,
+           (const uint8_t *)raw, to, w->in_host ? 0 : first / 32, groups);
+    CHECK_LAUNCH("repack of %d x %d, type %d", w->rows, w->cols, (int)w->type);
+    for (int i = 0; w->in_host && i < 4; i++)
+        CHECK_CUDA(cudaMemcpyAsync((char *)(&u->p.lo)[i] + plane_bytes(u->f, i, first), (&to.lo)[i],
+                                   plane_bytes(u->f, i, n * u->f.values), cudaMemcpyDefault, cuda.stream),
+                   "upload of %d x %d to host memory", w->rows, w->cols);
+}
+
 static void *upload_portions(void *uploading) {
     Uploading *u = (Uploading *)uploading;
     const Tensor *w = u->w;
@@ -937,38 +963,38 @@ static void *upload_portions(void *uploading) {
         void *to = is_float(w->type) ? u->dst + at * u->f.bytes : raw;
         CHECK_CUDA(cudaMemcpyAsync(to, host, n * u->f.bytes, cudaMemcpyDefault, cuda.stream),
                    "upload of %d x %d", w->rows, w->cols);
-        if (!is_float(w->type)) {
-            const size_t groups = n * u->f.values / 32;
-            launch(WRITES_WEIGHTS, repack_kernel, (unsigned)((groups + 127) / 128), 128, 0, w->type, u->f,
-                   (const uint8_t *)raw, u->p, at * u->f.values / 32, groups);
-            CHECK_LAUNCH("repack of %d x %d, type %d", w->rows, w->cols, (int)w->type);
-        }
+        if (!is_float(w->type)) repack_portion(u, raw, (char *)cuda.partial + (size_t)thread * UPLOAD_PORTION, at, n);
         CHECK_CUDA(cudaEventRecord(uploads.free[thread], cuda.stream), "upload of %d x %d", w->rows, w->cols);
         pthread_mutex_unlock(&uploads.issue);
     }
     return NULL;
 }
 
-// Pinned memory for a table that stays on the host, in the layout of the device, which reads its rows over the bus.
-// *is_new: the caller has to fill it.
-static void *host_table(const Tensor *w, bool *is_new) {
-    HostTable *t = cuda.tables;
-    while (t && (t->file != w->data || t->owner != cuda.reserved)) t = t->next;
-    *is_new = !t;
-    if (t) return t->rows;
-    t = (HostTable *)malloc(sizeof *t);
-    if (!t || cudaMallocHost(&t->rows, planes_bytes(w)) != cudaSuccess)
-        cuda_die("upload: no %zu bytes of pinned host memory for a table of %d x %d, for which the GPU has no room",
-                 planes_bytes(w), w->rows, w->cols);
-    t->file = w->data, t->owner = cuda.reserved, t->next = cuda.tables;
-    cuda.tables = t;
-    return t->rows;
+// Pinned memory for a matrix that stays on the host, in the layout of the device, which reads it over the bus. *is_new:
+// the caller has to fill it.
+static char *host_matrix(const Tensor *w, bool *is_new) {
+    HostMatrix **at = &cuda.in_host, *m;
+    while ((m = *at) && (m->file != w->data || m->owner != cuda.reserved)) at = &m->next;
+    *is_new = !m;
+    if (m) return m->data;
+    m = (HostMatrix *)calloc(1, sizeof *m);
+    if (!m) cuda_die("upload: out of memory");
+    m->bytes = round_up(planes_bytes(w), 256);
+    const cudaError_t e = cudaMallocHost((void **)&m->data, m->bytes);
+    if (e != cudaSuccess)
+        cuda_die("upload: the system refused %zu bytes of pinned host memory for a matrix of %d x %d, for which the "
+                 "GPU has no room (%s); try ulimit -l unlimited (docker: --ulimit memlock=-1), more host memory, or a "
+                 "smaller model", m->bytes, w->rows, w->cols, cudaGetErrorString(e));
+    CHECK_CUDA(cudaEventCreateWithFlags(&m->arrived, EVENT_FLAGS), "upload: event");
+    m->file = w->data, m->owner = cuda.reserved, m->is_stack = w->n > 1;
+    *at = m;
+    return m->data;
 }
 
 static void cuda_upload(Tensor *w, void *dst) {
     const size_t values = (size_t)w->n * w->rows * w->cols;
     bool fill = true;
-    if (w->in_host && !dst) dst = host_table(w, &fill);
+    if (w->in_host && !dst) dst = host_matrix(w, &fill);
     if (!dst) cuda_die("upload: a matrix of %d x %d was given no memory", w->rows, w->cols);
     for (int i = 0; i < UPLOAD_THREADS && !uploads.host[i]; i++) {
         CHECK_CUDA(cudaMallocHost((void **)&uploads.host[i], UPLOAD_PORTION), "upload: %d pinned bytes",
@@ -979,7 +1005,7 @@ static void cuda_upload(Tensor *w, void *dst) {
     Uploading u = { w, (char *)dst, planes_at(dst, w->type, values, &bytes), format_of(w->type) };
     const size_t unit = 256 / u.f.values;
     u.n_blocks = fill ? values / u.f.values : 0;
-    u.portion = UPLOAD_PORTION / (unit * u.f.bytes) * unit;
+    u.portion = (UPLOAD_PORTION - 4 * 256) / (unit * u.f.bytes) * unit;            // planes begin at multiples of 256
     const int n_portions = (int)((u.n_blocks + u.portion - 1) / u.portion);
     const int n_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     const int n_threads = min_int(n_portions, min_int(UPLOAD_THREADS, max_int(MIN_UPLOAD_THREADS, n_cores)));
@@ -996,6 +1022,187 @@ static void cuda_upload(Tensor *w, void *dst) {
         w->scale = scale;
     }
     w->data = dst;
+}
+
+// ---- weights in host memory ----
+// Before an operation multiplies with a matrix in host memory, bring() copies it into a ring of device memory, and then
+// those that were uploaded after it, as far as there is room. The ring has room for a layer: the copies for the next
+// operations run beside this one.
+//
+//     ring    | gate and up of layer l: used now | down of layer l: has arrived |
+//     then    | those of layer l + 1: under way  | down of layer l: used now    |
+//
+// A step of few rows needs few experts, and does not know them before the router has chosen: fetch_experts() copies
+// them. A recorded step begins and ends with an empty ring, so that it can be replayed at any time.
+
+static void empty_ring(void) {
+    for (HostMatrix *m = cuda.oldest; m; m = m->behind) m->copy = NULL;
+    cuda.oldest = cuda.newest = NULL;
+}
+
+// What the operations write into the ring from now on follows all copies.
+static void join_copies(void) {
+    if (cuda.newest) CHECK_CUDA(cudaStreamWaitEvent(cuda.stream, cuda.newest->arrived, 0), "weights in host memory");
+    empty_ring();
+}
+
+// Copies a matrix into the ring, behind the newest copy or at the ring's beginning. False: there is no room.
+static bool copy_to_ring(HostMatrix *m) {
+    const HostMatrix *oldest = cuda.oldest, *newest = cuda.newest;
+    size_t at = newest ? newest->copy + newest->bytes - cuda.ring : 0, end = cuda.lim.host_bytes;
+    const size_t used_from = oldest ? oldest->copy - cuda.ring : 0;
+    if (newest && newest->copy < oldest->copy) end = used_from;
+    else if (newest && at + m->bytes > end) at = 0, end = used_from;
+    if (at + m->bytes > end) return false;
+    m->copy = cuda.ring + at;
+    m->behind = NULL;
+    CHECK_CUDA(cudaMemcpyAsync(m->copy, m->data, m->bytes, cudaMemcpyDefault, cuda.copies),
+               "copy of %zu bytes of weights", m->bytes);
+    CHECK_CUDA(cudaEventRecord(m->arrived, cuda.copies), "copy of weights");
+    *(newest ? &cuda.newest->behind : &cuda.oldest) = m;
+    cuda.newest = m;
+    return true;
+}
+
+// Finds those of n matrices that are in host memory. Returns how many there are.
+static int find_in_host(Tensor *w, int n, Tensor *found[MAX_PRODUCTS], HostMatrix *m[MAX_PRODUCTS]) {
+    int n_host = 0;
+    for (int i = 0; i < n && !cuda.plans_only; i++) {
+        if (!w[i].in_host) continue;
+        found[n_host] = &w[i];
+        for (m[n_host] = cuda.in_host; m[n_host]->data != w[i].data; m[n_host] = m[n_host]->next) { }
+        n_host++;
+    }
+    return n_host;
+}
+
+// Replaces those of up to MAX_PRODUCTS matrices that are in host memory by their copies in the ring. What was there
+// before the first of them is no longer used.
+static void bring(Tensor *w, int n, int n_rows) {
+    HostMatrix *m[MAX_PRODUCTS];
+    Tensor *in_host[MAX_PRODUCTS];
+    const int n_host = find_in_host(w, n, in_host, m);
+    if (!n_host) return;
+    CHECK_CUDA(cudaEventRecord(cuda.used, cuda.stream), "weights in host memory");
+    CHECK_CUDA(cudaStreamWaitEvent(cuda.copies, cuda.used, 0), "weights in host memory");
+    if (!m[0]->copy) empty_ring();
+    for (; cuda.oldest && cuda.oldest != m[0]; cuda.oldest = cuda.oldest->behind) cuda.oldest->copy = NULL;
+    for (int i = 0, again = 0; i < n_host; i++) {
+        if (m[i]->copy || copy_to_ring(m[i])) continue;
+        if (again++)
+            cuda_die("%zu bytes of weights do not fit into the ring of %zu", m[i]->bytes, cuda.lim.host_bytes);
+        empty_ring();
+        i = -1;
+    }
+    for (HostMatrix *next = cuda.newest->next; next && next->owner == m[0]->owner && !next->copy; next = next->next)
+        if ((next->is_stack && n_rows <= STEP_ROWS) || !copy_to_ring(next)) break;
+    for (int i = 0; i < n_host; i++) {
+        CHECK_CUDA(cudaStreamWaitEvent(cuda.stream, m[i]->arrived, 0), "weights in host memory");
+        in_host[i]->data = m[i]->copy;
+        in_host[i]->in_host = false;
+    }
+    cuda.last.writes |= WRITES_WEIGHTS;
+}
+
+static Tensor brought(const Tensor *w, int n_rows) {
+    Tensor here = *w;
+    bring(&here, 1, n_rows);
+    return here;
+}
+
+typedef struct {              // one matrix of fetch_experts()
+    Planes from, to;
+    unsigned quads[4];        // 16 bytes each, of an expert in each plane
+    const float *scale;       // (n_experts) or NULL
+    float *scale_to;
+    const int32_t *ids;       // (n_pairs)
+    int32_t *slots;           // (n_pairs)
+    int n_pairs;
+} Fetch;
+
+// fetch: copies the chosen experts of a matrix from host memory, the lowest first, and numbers them: slots.
+//   shapes    from (n_experts, ..), to (number of chosen experts, ..), planes of both; ids, slots (n_pairs)
+//   launch    grid (16, experts at most), block 256
+//   traffic   each chosen expert once, over the bus; a warp reads 512 contiguous bytes: smaller requests cost as much
+//   numerics  exact
+//   see       run_experts, cuda_expert_down
+__global__ void __launch_bounds__(256) fetch_kernel(const __grid_constant__ Fetch o) {
+    __shared__ unsigned chosen[MAX_EXPERTS / 32];
+    constexpr int UNDER_WAY = 8;
+    const int thread = threadIdx.x;
+    wait_for_previous_kernel();
+    for (int i = thread; i < MAX_EXPERTS / 32; i += blockDim.x) chosen[i] = 0;
+    __syncthreads();
+    for (int i = thread; i < o.n_pairs; i += blockDim.x) atomicOr(&chosen[o.ids[i] / 32], 1u << o.ids[i] % 32);
+    __syncthreads();
+    auto slot_of = [&](int expert) {
+        int n = __popc(chosen[expert / 32] & ((1u << expert % 32) - 1));
+        for (int i = 0; i < expert / 32; i++) n += __popc(chosen[i]);
+        return n;
+    };
+    if (blockIdx.x == 0 && blockIdx.y == 0)
+        for (int i = thread; i < o.n_pairs; i += blockDim.x) o.slots[i] = slot_of(o.ids[i]);
+    int slot = blockIdx.y, word = 0;
+    for (int before = 0; word < MAX_EXPERTS / 32; word++) {            // find the expert of this slot
+        before = __popc(chosen[word]);
+        if (slot < before) break;
+        slot -= before;
+    }
+    if (word == MAX_EXPERTS / 32) return;
+    unsigned rest = chosen[word];
+    for (; slot; slot--) rest &= rest - 1;
+    const int expert = 32 * word + __ffs(rest) - 1;
+    slot = blockIdx.y;
+    if (o.scale && blockIdx.x == 0 && thread == 0) o.scale_to[slot] = o.scale[expert];
+    const unsigned first = blockIdx.x * blockDim.x + thread, stride = gridDim.x * blockDim.x;
+    for (int p = 0; p < 4; p++) {
+        const uint4 *from = (const uint4 *)(&o.from.lo)[p] + (size_t)expert * o.quads[p];
+        uint4 *to = (uint4 *)(&o.to.lo)[p] + (size_t)slot * o.quads[p];
+        for (unsigned i = first; i < o.quads[p]; i += UNDER_WAY * stride) {
+            uint4 v[UNDER_WAY];
+#pragma unroll
+            for (int k = 0; k < UNDER_WAY; k++)
+                if (i + k * stride < o.quads[p]) v[k] = load_once(from + i + k * stride);
+#pragma unroll
+            for (int k = 0; k < UNDER_WAY; k++)
+                if (i + k * stride < o.quads[p]) to[i + k * stride] = v[k];
+        }
+    }
+}
+
+// Replaces n stacks of experts in host memory by those experts that a step of few rows has chosen, or that of a prompt
+// by all of them. Returns the numbers (n_rows, n_used) by which the pairs find them; ids, and the stacks as they are, if
+// they are not all in host memory.
+static const int32_t *fetch_experts(Tensor *w, int n, const int32_t *ids, int n_rows, int n_used) {
+    const int n_pairs = n_rows * n_used;
+    char *at = cuda.ring;
+    if (n_rows > STEP_ROWS) {
+        bring(w, n, n_rows);
+        return ids;
+    }
+    for (int i = 0; i < n; i++) {
+        const Format f = format_of(w[i].type);
+        bool whole = w[i].in_host && w[i].n <= MAX_EXPERTS && !cuda.plans_only;
+        for (int p = 0; p < 4; p++) whole &= plane_bytes(f, p, (size_t)w[i].rows * w[i].cols) % 16 == 0;
+        if (!whole) return ids;
+    }
+    join_copies();
+    for (int i = 0; i < n; i++) {
+        const Format f = format_of(w[i].type);
+        const size_t values = (size_t)w[i].rows * w[i].cols;
+        const int n_slots = min_int(n_pairs, w[i].n);
+        size_t bytes;
+        Fetch o = { planes_of(&w[i]), planes_at(at, w[i].type, n_slots * values, &bytes) };
+        for (int p = 0; p < 4; p++) o.quads[p] = (unsigned)(plane_bytes(f, p, values) / 16);
+        o.scale = w[i].scale, o.scale_to = (float *)(at + bytes);
+        o.ids = ids, o.slots = cuda.slots, o.n_pairs = n_pairs;
+        launch(WRITES_WEIGHTS | WRITES_ACTIVATIONS, fetch_kernel, dim3(16, n_slots), 256, 0, o);
+        CHECK_LAUNCH("fetch of %d of %d experts, %d x %d", n_slots, w[i].n, w[i].rows, w[i].cols);
+        w[i].data = at, w[i].n = n_slots, w[i].in_host = false;
+        if (o.scale) w[i].scale = o.scale_to;
+        at += round_up(bytes + (o.scale ? n_slots * sizeof(float) : 0), 256);
+    }
+    return cuda.slots;
 }
 
 // ==== [4] Inputs: embedding, norms ===================================================================================
@@ -4420,12 +4627,14 @@ static void launch_experts(const ExpertsPlan *p, Experts *o, const Tensor *w, in
 
 static void expert_gate_up_prompt(const ExpertGateUp *op) {
     const int n_pairs = op->n_rows * op->n_used;
+    Tensor w[2] = { *op->gate, op->up ? *op->up : (Tensor){ } };
+    bring(w, 2, op->n_rows);
     const __half *y = prompt_input(&op->in, op->n_rows, op->gate->cols, true);
     ExpertsPlan plan;
-    Experts o = sorted_experts(op->gate, op->ids, n_pairs, y, op->n_used, &plan);
+    Experts o = sorted_experts(&w[0], op->ids, n_pairs, y, op->n_used, &plan);
     o.step = MMA_ROWS;
     o.rows = op->up ? op->gate->rows : op->gate->rows / 2;
-    if (op->up) o.w[1] = planes_of(op->up), o.factor[1] = op->up->scale;
+    if (op->up) o.w[1] = planes_of(&w[1]), o.factor[1] = op->up->scale;
     else o.first[1] = o.rows;
     o.fn = op->fn;
     o.out = op->out;
@@ -4438,8 +4647,9 @@ static void expert_down_prompt(const ExpertDown *op) {
     const int most = (int)(PARTIAL_BYTES / sizeof(float) / n_pairs);
     const In in = { .act = op->in };
     const __half *y = prompt_input(&in, n_pairs, op->down->cols, true);
+    const Tensor down = brought(op->down, op->n_rows);
     ExpertsPlan plan;
-    Experts o = sorted_experts(op->down, op->ids, n_pairs, y, 1, &plan);
+    Experts o = sorted_experts(&down, op->ids, n_pairs, y, 1, &plan);
     o.step = 2 * MMA_ROWS;
     o.products = cuda.partial;
     const int whole = 32 * plan.warps, unit = most < whole ? 32 : whole, step = most / unit * unit;
@@ -4459,15 +4669,23 @@ static void expert_down_prompt(const ExpertDown *op) {
 static void cuda_matmul(const Matmul *o) {
     if (o->n_rows > STEP_ROWS) {
         const __half *y = prompt_input(&o->in, o->n_rows, o->w[0]->cols, false);
-        for (int k = 0; k < o->n; k++) multiply_prompt(o->w[k], y, o->n_rows, o->out[k]);
+        for (int k = 0; k < o->n; k++) {
+            const Tensor w = brought(o->w[k], o->n_rows);
+            multiply_prompt(&w, y, o->n_rows, o->out[k]);
+        }
         return;
     }
     bool f = false, q = false;
-    for (int k = 0; k < o->n; k++) f |= is_float(o->w[k]->type), q |= !is_float(o->w[k]->type);
-    Jobs jobs = { };
-    const Prepared y = prepare_one(&jobs, &o->in, o->n_rows, o->w[0]->cols, f, q);
+    Tensor w[MAX_PRODUCTS];
     for (int k = 0; k < o->n; k++) {
-        Job job = job_of(o->w[k], y, o->n_rows);
+        w[k] = *o->w[k];
+        f |= is_float(w[k].type), q |= !is_float(w[k].type);
+    }
+    bring(w, o->n, o->n_rows);
+    Jobs jobs = { };
+    const Prepared y = prepare_one(&jobs, &o->in, o->n_rows, w[0].cols, f, q);
+    for (int k = 0; k < o->n; k++) {
+        Job job = job_of(&w[k], y, o->n_rows);
         job.out = o->out[k];
         add_job(&jobs, job);
     }
@@ -4512,7 +4730,7 @@ static Wanted wanted_by(const In *in, DType a, DType b) {
 // that ends earlier than a launch, or than a block that waits until it is the last.
 static void run_experts(const ExpertGateUp *o, const Choice *choice) {
     const bool fused = !o->up;
-    if (choice && o->n_rows >= MANY_ROWS) launch_choice(choice, o->n_rows);
+    if (choice && (o->n_rows >= MANY_ROWS || o->gate->in_host)) launch_choice(choice, o->n_rows), choice = NULL;
     if (takes_prompt(o->gate, o->up, fused ? o->gate->rows / 2 : o->gate->rows, o->n_rows, 1)) {
         expert_gate_up_prompt(o);
         if (o->dense_down) cuda_matmul(o->dense_down);
@@ -4521,21 +4739,23 @@ static void run_experts(const ExpertGateUp *o, const Choice *choice) {
     const bool with = o->dense_down && o->dense_down->n_rows <= STEP_ROWS &&
         (o->dense_down->in.act.f || o->dense_down->in.act.q);
     const DType up_type = up_type_of(o);
+    Tensor w[2] = { *o->gate, fused ? *o->gate : *o->up };
+    const int32_t *ids = fetch_experts(w, fused ? 1 : 2, o->ids, o->n_rows, o->n_used);
     Jobs jobs = { };
     const Wanted in = wanted_by(&o->in, o->gate->type, up_type);
-    Job job = job_of(o->gate, prepare_one(&jobs, in.in, o->n_rows, o->gate->cols, in.f, in.q), o->n_rows);
+    Job job = job_of(&w[0], prepare_one(&jobs, in.in, o->n_rows, o->gate->cols, in.f, in.q), o->n_rows);
     job.kind = JOB_GATED;
     job.rows = fused ? o->gate->rows / 2 : o->gate->rows;
     job.up_first = fused ? job.rows : 0;
     job.up_type = up_type;
-    job.up = fused ? job.w : planes_of(o->up);
-    job.up_factor = fused ? o->gate->scale : o->up->scale;
+    job.up = fused ? job.w : planes_of(&w[1]);
+    job.up_factor = w[fused ? 0 : 1].scale;
     job.fn = o->fn;
-    job.ids = o->ids;
+    job.ids = ids;
     job.n_used = o->n_used;
     job.act = o->out;
     add_job(&jobs, job);
-    if (choice && o->n_rows < MANY_ROWS) jobs.choice = *choice;
+    if (choice) jobs.choice = *choice;
     if (with)
         for (int k = 0; k < o->dense_down->n; k++) {
             const Act a = o->dense_down->in.act;
@@ -4552,9 +4772,11 @@ static void cuda_expert_gate_up(const ExpertGateUp *o) { run_experts(o, NULL); }
 // The experts that follow read the same x'. If a kernel prepares the input of gate and up, it prepares theirs as well.
 static void cuda_gate_up(const GateUp *o) {
     const int cols = o->gate->cols;
+    Tensor w[2] = { *o->gate, *o->up };
+    bring(w, 2, o->n_rows);
     if (o->n_rows > STEP_ROWS) {
         const __half *y = prompt_input(&o->in, o->n_rows, cols, false);
-        multiply_gated(o->gate, o->up, NULL, 0, o->fn, y, o->n_rows, o->out);
+        multiply_gated(&w[0], &w[1], NULL, 0, o->fn, y, o->n_rows, o->out);
         if (o->route) cuda_route(o->route);
         if (o->experts) cuda_expert_gate_up(o->experts);
         return;
@@ -4569,10 +4791,10 @@ static void cuda_gate_up(const GateUp *o) {
     Jobs jobs = { };
     Prepared y[MAX_READERS];
     prepare(&jobs, wanted, n, o->n_rows, cols, y);
-    Job job = job_of(o->gate, y[0], o->n_rows);
+    Job job = job_of(&w[0], y[0], o->n_rows);
     job.kind = JOB_GATED;
     job.up_type = o->up->type;
-    job.up = planes_of(o->up);
+    job.up = planes_of(&w[1]);
     job.up_factor = o->up->scale;
     job.fn = o->fn;
     job.act = o->out;
@@ -4593,9 +4815,11 @@ static void cuda_expert_down(const ExpertDown *o) {
         return;
     }
     Jobs jobs = { };
-    Job job = job_of(o->down, (Prepared){ o->in.f, o->in.q, o->in.s, NULL }, o->n_rows);
+    Tensor w = *o->down;
+    const int32_t *ids = fetch_experts(&w, 1, o->ids, o->n_rows, o->n_used);
+    Job job = job_of(&w, (Prepared){ o->in.f, o->in.q, o->in.s, NULL }, o->n_rows);
     job.kind = JOB_DOWN;
-    job.ids = o->ids;
+    job.ids = ids;
     job.weights = o->weights;
     job.n_used = o->n_used;
     job.out = o->out;
@@ -4604,14 +4828,15 @@ static void cuda_expert_down(const ExpertDown *o) {
 }
 
 static void cuda_ple_inject(const PleInject *o) {
+    const Tensor w = brought(o->w, o->n_rows);
     if (o->n_rows > STEP_ROWS) {
         const __half *y = prompt_input(&o->in, o->n_rows, o->w->cols, false);
-        multiply_gated(o->w, NULL, o->u, o->u_stride, ACT_GELU, y, o->n_rows, o->out);
+        multiply_gated(&w, NULL, o->u, o->u_stride, ACT_GELU, y, o->n_rows, o->out);
         return;
     }
     const bool f = is_float(o->w->type);
     Jobs jobs = { };
-    Job job = job_of(o->w, prepare_one(&jobs, &o->in, o->n_rows, o->w->cols, f, !f), o->n_rows);
+    Job job = job_of(&w, prepare_one(&jobs, &o->in, o->n_rows, o->w->cols, f, !f), o->n_rows);
     job.kind = JOB_INJECT;
     job.fn = ACT_GELU;
     job.u = o->u;
@@ -6839,7 +7064,7 @@ static Ops all_operations(void) {
     ops.scratch_bytes = cuda_scratch_bytes, ops.init = cuda_init, ops.reserve = cuda_reserve;
     ops.release = cuda_release;
     ops.copy = cuda_copy, ops.begin = cuda_begin, ops.end = cuda_end, ops.wait = cuda_wait, ops.fence = cuda_fence;
-    ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.joules = cuda_joules;
+    ops.wait_for = cuda_wait_for, ops.bandwidth = cuda_bandwidth, ops.bus = cuda_bus, ops.joules = cuda_joules;
     ops.launches = cuda_launches;
     ops.card = cuda_card;
     ops.embed = cuda_embed, ops.pair = cuda_pair, ops.ple_rows = cuda_ple_rows, ops.matmul = cuda_matmul;
@@ -6878,5 +7103,6 @@ const Ops *cuda_plan_ops(void) {
     ops = all_operations();
     ops.name = "cuda, plans only";
     ops.memory = pretended_memory, ops.card = pretended_card, ops.init = init_nothing, ops.reserve = reserve_nothing;
+    ops.bandwidth = NULL, ops.bus = NULL;
     return &ops;
 }

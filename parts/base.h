@@ -15,6 +15,7 @@
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
+#include <regex.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdarg.h>

@@ -660,6 +660,23 @@ static bool run_file_verb(const Flags *f) {
     return true;
 }
 
+// -ot, --cpu-moe and -ncmoe as one list of patterns; NULL: none of them is given.
+static const char *tensor_places(const Flags *f) {
+    char *list = NULL;
+    size_t n = 0;
+    FILE *out = open_memstream(&list, &n);
+    if (!out) die("-ot: out of memory");
+    for (int i = 0; i < f->places.n; i++) fprintf(out, "%s,", f->places.text[i]);
+    if (f->n_cpu_moe > 0) {
+        fprintf(out, "blk\\.(0");
+        for (int l = 1; l < f->n_cpu_moe; l++) fprintf(out, "|%d", l);
+        fprintf(out, ")\\..*exps=CPU,");
+    }
+    if (f->cpu_moe) fprintf(out, "exps=CPU,");
+    if (fclose(out)) die("-ot: out of memory");
+    return n ? list : NULL;
+}
+
 static ModelOptions plan_options(const Flags *f) {
     ModelOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f->memory * (1 << 30)) };
     if (f->scorer && !f->compress) die("--scorer needs --compress; try --compress 0.2");
@@ -676,6 +693,7 @@ static ModelOptions plan_options(const Flags *f) {
     o.pflash_density = (float)f->pflash_density / 100;
     o.pflash_from = o.pflash_density ? 0 : (int)f->pflash_from;
     o.untied = is_choice(f->kv_layout, "untied");
+    o.place = tensor_places(f);
     return o;
 }
 

@@ -38,6 +38,8 @@ static size_t scratch_layout(const Limits *lim, char *base) {
     PLACE(partial, float, PARTIAL_BYTES / sizeof(float));
     PLACE(arrived, unsigned, MAX_ARRIVED);
     PLACE(blas_work, char, BLAS_BYTES);
+    PLACE(ring, char, lim->host_bytes);
+    PLACE(slots, int32_t, lim->host_bytes ? STEP_ROWS * lim->max_experts : 0);
 #undef PLACE
     return at;
 }
@@ -48,6 +50,7 @@ static Limits joined_limits(const Limits *lim) {
     l.max_cols = (int)round_up(max_int(l.max_cols, cuda.lim.max_cols), 32);
     l.max_experts = max_int(l.max_experts, cuda.lim.max_experts);
     l.vocab = max_int(l.vocab, cuda.lim.vocab);
+    if (l.host_bytes < cuda.lim.host_bytes) l.host_bytes = cuda.lim.host_bytes;
     return l;
 }
 
@@ -141,6 +144,8 @@ static void start_device(void) {
         cuda_die("%s: a block may have %d bytes of shared memory, but the kernels need %d", cuda.card.name,
                  cuda.card.block_shared, LEAST_SHARED);
     CHECK_CUDA(cudaStreamCreateWithFlags(&cuda.stream, cudaStreamNonBlocking), "stream");
+    CHECK_CUDA(cudaStreamCreateWithFlags(&cuda.copies, cudaStreamNonBlocking), "stream");
+    CHECK_CUDA(cudaEventCreateWithFlags(&cuda.used, EVENT_FLAGS), "event");
     CHECK_CUDA(cudaMallocHost((void **)&cuda.pinned, PINNED_BYTES), "pinned memory of %d bytes", PINNED_BYTES);
     allow_shared(prepare_kernel<ROW_QUADS>);
     allow_shared(prepare_kernel<NARROW_QUADS>);
@@ -163,6 +168,8 @@ static void forget_steps(void) {
 static void cuda_init(const Limits *lim) {
     start_device();
     CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "init");
+    CHECK_CUDA(cudaStreamSynchronize(cuda.copies), "init");
+    empty_ring();
     forget_steps();
     const Limits l = joined_limits(lim);
     const size_t size = scratch_layout(&l, NULL);
@@ -229,16 +236,19 @@ static void cuda_wait(void) {
 
 static void cuda_release(void *p) {
     cuda_wait();
+    CHECK_CUDA(cudaStreamSynchronize(cuda.copies), "release");
+    empty_ring();
     forget_steps();
-    for (HostTable **at = &cuda.tables; *at; ) {
-        HostTable *t = *at;
-        if (t->owner != p) {
-            at = &t->next;
+    for (HostMatrix **at = &cuda.in_host; *at; ) {
+        HostMatrix *m = *at;
+        if (m->owner != p) {
+            at = &m->next;
             continue;
         }
-        *at = t->next;
-        CHECK_CUDA(cudaFreeHost(t->rows), "release of a table");
-        free(t);
+        *at = m->next;
+        CHECK_CUDA(cudaEventDestroy(m->arrived), "release of a matrix");
+        CHECK_CUDA(cudaFreeHost(m->data), "release of a matrix");
+        free(m);
     }
     CHECK_CUDA(cudaFree(p), "release");
 }
@@ -326,6 +336,7 @@ static bool cuda_begin(StepKey key) {
     Recorded *step = find_step(&key);
     const bool is_new = !step->used;
     step->used = cuda.n_begun;
+    join_copies();
     if (is_new) return true;
     cuda.step = step;
     cuda.recording = !step->exec;
@@ -341,6 +352,7 @@ static void cuda_end(void) {
     const int rows = step->key.rows;
     if (cuda.recording) {
         cudaGraph_t graph;
+        join_copies();
         CHECK_CUDA(cudaStreamEndCapture(cuda.stream, &graph), "recording a step of %d rows", rows);
         CHECK_CUDA(cudaGraphGetNodes(graph, NULL, &step->n_nodes), "recording a step of %d rows", rows);
         CHECK_CUDA(cudaGraphInstantiate(&step->exec, graph, 0), "recording a step of %d rows", rows);
@@ -432,6 +444,33 @@ static double cuda_bandwidth(void) {
     }
     for (int i = 0; i < 2; i++) cudaEventDestroy(event[i]);
     CHECK_CUDA(cudaFree(p), "bandwidth");
+    return best;
+}
+
+// Bytes per second of copies from pinned host memory: the best of ten. Measured once; 0 if GPU and host share memory.
+static double cuda_bus(void) {
+    enum { BUS_BYTES = 32 << 20 };
+    static double best = -1;
+    if (best >= 0) return best;
+    char *from = NULL, *to = NULL;
+    best = 0;
+    start_device();
+    if (in_host_memory || cudaMallocHost((void **)&from, BUS_BYTES) != cudaSuccess) return cudaGetLastError(), best;
+    cudaEvent_t event[2];
+    for (int i = 0; i < 2; i++) CHECK_CUDA(cudaEventCreate(&event[i]), "bus");
+    if (cudaMalloc((void **)&to, BUS_BYTES) != cudaSuccess) cudaGetLastError();
+    for (int i = 0; to && i < 10; i++) {
+        float ms = 0;
+        CHECK_CUDA(cudaEventRecord(event[0], cuda.stream), "bus");
+        CHECK_CUDA(cudaMemcpyAsync(to, from, BUS_BYTES, cudaMemcpyHostToDevice, cuda.stream), "bus");
+        CHECK_CUDA(cudaEventRecord(event[1], cuda.stream), "bus");
+        CHECK_CUDA(cudaEventSynchronize(event[1]), "bus");
+        CHECK_CUDA(cudaEventElapsedTime(&ms, event[0], event[1]), "bus");
+        if (ms > 0 && BUS_BYTES / (ms * 1e-3) > best) best = BUS_BYTES / (ms * 1e-3);
+    }
+    for (int i = 0; i < 2; i++) cudaEventDestroy(event[i]);
+    if (to) CHECK_CUDA(cudaFree(to), "bus");
+    CHECK_CUDA(cudaFreeHost(from), "bus");
     return best;
 }
 

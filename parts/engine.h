@@ -55,13 +55,15 @@ typedef struct {
     int    draft_width;       // candidates for each token that it drafts; 1: chains
     int    draft_depth;       // most tokens that it drafts at once
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
+    const char *place;        // where matrices lie, "REGEX=CPU,REGEX=GPU,..", as -ot has it; NULL: the plan decides
     size_t host_memory;       // bytes of host memory that the caller needs; they count if the device shares that memory
     const char *ctx_from;     // the flags that n_ctx follows from, for advice: "-p, -n or -d"; "": no flag; NULL: -c
 } ModelOptions;
 
 typedef struct {              // bytes
     size_t weights;           // that the backend keeps itself; 0: read in the mapped file
-    size_t in_host;           // host memory for the per-layer table, if the backend has no room for it
+    size_t in_host;           // host memory for weights for which the backend has no room
+    size_t from_host;         // of these, what a token reads
     size_t kv_global, kv_rings, staging, activations, scratch;
     size_t drafter;           // its weights, if the backend keeps them itself, and its activations and caches
 } MemoryPlan;

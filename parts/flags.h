@@ -65,9 +65,10 @@ typedef struct {
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
-    double think_budget, memory, tail, draft_max, draft_min_p, tree;
+    double think_budget, memory, n_cpu_moe, tail, draft_max, draft_min_p, tree;
     double pflash, pflash_from, pflash_density, n_needles, compress, last;
-    TextList biases, stops, origins;
+    TextList biases, stops, origins, places;
+    bool cpu_moe;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
         lazy_draft;
     bool log_text, help, version;
@@ -218,6 +219,13 @@ static const Flag flags[] = {
       "default: the first of cuda, plain and cpu that works here" },
     { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
       "plan as if the device had G GiB of memory, and stop if that is not enough; default: free memory" },
+    { "--cpu-moe", "-cmoe", NULL, FLAG_ON, PLANS | BENCH | CHECK | NIAH, FIELD(cpu_moe), 0, 0,
+      "keep the experts of all layers in host memory, where the GPU reads them; default: those that do not fit on it" },
+    { "--n-cpu-moe", "-ncmoe", "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(n_cpu_moe), 0, 1000,
+      "keep the experts of the first N layers in host memory; default: as above" },
+    { "--override-tensor", "-ot", "REGEX=CPU|GPU,..", FLAG_LIST, PLANS | BENCH | CHECK | NIAH, FIELD(places), 0, 0,
+      "keep those matrices of layers in host memory, or on the GPU, whose names the regular expression fits; may be "
+      "repeated; default: as above" },
     { "--card", NULL, CARD_NAMES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(card), 0, 0,
       "treat the GPU as this one: launch sizes and memory, never more than it has; plan needs no GPU; default: the "
       "GPU as it is" },
@@ -371,9 +379,9 @@ static const Foreign foreign[] = {
       "CUDA_VISIBLE_DEVICES selects the GPU" },
     { NEEDLESS, "-nkvo --no-kv-offload -kvo --kv-offload --no-op-offload --op-offload --no-host -nopo -embd", "[0|1]",
       NULL, "the KV cache is where the weights are" },
-    { NEEDLESS, "-cmoe --cpu-moe -nr --no-repack --repack --swa-full -kvu --kv-unified -no-kvu --offline", NULL, NULL,
+    { NEEDLESS, "-nr --no-repack --repack --swa-full -kvu --kv-unified -no-kvu --offline", NULL, NULL,
       "the memory plan decides" },
-    { NEEDLESS, "-ncmoe --n-cpu-moe -fitt --fit-target -fitc --fit-ctx -ot --override-tensor", "N", NULL,
+    { NEEDLESS, "-fitt --fit-target -fitc --fit-ctx", "N", NULL,
       "the memory plan decides" },
     { NEEDLESS, "-fit --fit", "[on|off]", NULL, "the memory plan decides" },
     { NEEDLESS, "-fa --flash-attn", "[on|off|auto|0|1|0,1|1,0]", NULL, "flash attention is always on" },

@@ -224,10 +224,15 @@ static void load_config(Config *c, Gguf *g) {
 
 // ==== [2] Binding ===================================================================================================
 
+typedef enum { PLACE_FREE, PLACE_HOST, PLACE_DEVICE } Place;   // where -ot wants a matrix; FREE: the plan decides
+
 typedef struct {                        // something that upload() copies to the backend
     Tensor tensor;
     Tensor *matrix;                     // where its address is noted: a matrix,
     const float **vector;               // or a vector; the other is NULL
+    GgufStr name;                       // of a matrix
+    int    layer;                       // -1: of no layer
+    Place  place;
     void   *dst;                        // backend memory for a drafter's tensor; NULL: it is read in the mapped file
 } Upload;
 
@@ -239,6 +244,7 @@ typedef struct Binder {
     size_t   n_derived;                 // floats of it in use
     int      n_uploads;
     size_t   bytes;                     // of the bound tensors, in the file
+    int      n_in_host, most_in_host;   // matrices for which the device has no room; the most that may leave it
 } Binder;
 
 enum { UNKNOWN, KNOWN, BOUND };         // KNOWN: the architecture has a tensor of this name, but nothing reads it
@@ -266,15 +272,20 @@ static Tensor bind_tensor(Binder *b, const char *name, int rows, int cols, int n
     return (Tensor){ .data = t->data, .type = (DType)t->type, .rows = rows, .cols = cols, .n = n };
 }
 
+static void add_matrix(Binder *b, Tensor *dst, const char *name) {
+    b->uploads[b->n_uploads++] = (Upload){ .tensor = *dst, .matrix = dst, .name = find_tensor(b, name)->name,
+                                           .layer = strncmp(name, "blk.", 4) ? -1 : atoi(name + 4) };
+}
+
 static void bind_matrix(Binder *b, Tensor *dst, const char *name, int rows, int cols, int n) {
     *dst = bind_tensor(b, name, rows, cols, n);
-    b->uploads[b->n_uploads++] = (Upload){ .tensor = *dst, .matrix = dst };
+    add_matrix(b, dst, name);
 }
 
 static void add_vector(Binder *b, const float **dst, const float *values, int n) {
     *dst = values;
     const Tensor t = { .data = values, .type = T_F32, .rows = 1, .cols = n, .n = 1 };
-    b->uploads[b->n_uploads++] = (Upload){ .tensor = t, .vector = dst };
+    b->uploads[b->n_uploads++] = (Upload){ .tensor = t, .vector = dst, .layer = -1 };
 }
 
 // Returns the n values of a vector, in the mapped file. A norm consists of zeros only where a download did not write
@@ -379,7 +390,7 @@ static void bind_fused_qkv(Binder *b, const Config *c, LayerWeights *w, int l, c
     const uint8_t *at = qkv.data;
     for (int i = 0; i <= (own ? (int)n_kv : 0); i++) {
         *parts[i] = (Tensor){ .data = at, .type = qkv.type, .rows = i ? kv_dim : q_dim, .cols = dim, .n = 1 };
-        b->uploads[b->n_uploads++] = (Upload){ .tensor = *parts[i], .matrix = parts[i] };
+        add_matrix(b, parts[i], name);
         bind_scale(b, parts[i], name, 1);
         at += matrix_bytes(parts[i]);
     }

@@ -72,11 +72,11 @@ enum { WARP = 32,                     // lanes that shuffle_xor() connects; also
        KEY_LANES = 8,                 // threads that share the dot product of one key
        TILE_ROWS = 8 };               // rows of a tile of a product: one for each warp
 
-typedef struct HostTable {            // a table whose rows stay in pinned host memory, which the GPU reads
+typedef struct HostMatrix {           // a matrix in pinned host memory, which the GPU reads
     const void *file, *owner;         // the uploaded data; the last memory reserved before the upload
-    void *rows;
-    struct HostTable *next;
-} HostTable;
+    void *data;
+    struct HostMatrix *next;
+} HostMatrix;
 
 static struct {
     cudaStream_t stream;
@@ -88,7 +88,7 @@ static struct {
     float  *z;                        // (TILE_ROWS, vocab) logits without a place of their own
     int64_t n_launches;
     void   *reserved;                 // the last reservation
-    HostTable *tables;
+    HostMatrix *in_host;
 } plain;
 
 static void plain_check(const char *operation, cudaError_t e) {
@@ -1490,27 +1490,27 @@ static size_t bytes_of_tensor(const Tensor *w) {       // the file's blocks, the
 
 static size_t plain_weight_bytes(const Tensor *w) { return w->in_host ? 0 : bytes_of_tensor(w); }
 
-// Pinned memory for a table that stays on the host. *is_new: the caller has to fill it.
-static void *host_table(const Tensor *w, bool *is_new) {
-    HostTable *t = plain.tables;
+// Pinned memory for a matrix that stays on the host. *is_new: the caller has to fill it.
+static void *host_matrix(const Tensor *w, bool *is_new) {
+    HostMatrix *t = plain.in_host;
     while (t && (t->file != w->data || t->owner != plain.reserved)) t = t->next;
     *is_new = !t;
-    if (t) return t->rows;
-    t = (HostTable *)malloc(sizeof *t);
-    if (!t) plain_refuse("upload: no memory for a table of so many rows", w->rows);
-    plain_check("upload of a table to pinned host memory", cudaMallocHost(&t->rows, bytes_of_tensor(w)));
+    if (t) return t->data;
+    t = (HostMatrix *)malloc(sizeof *t);
+    if (!t) plain_refuse("upload: no memory for a matrix of so many rows", w->rows);
+    plain_check("upload of a matrix to pinned host memory", cudaMallocHost(&t->data, bytes_of_tensor(w)));
     t->file = w->data;
     t->owner = plain.reserved;
-    t->next = plain.tables;
-    plain.tables = t;
-    return t->rows;
+    t->next = plain.in_host;
+    plain.in_host = t;
+    return t->data;
 }
 
 static void plain_upload(Tensor *w, void *dst) {
     const size_t bytes = (size_t)w->n * w->rows * bytes_of_row(*w);
     bool fill = true;
     if (!block_bytes(w->type)) plain_refuse("upload: unknown type of a matrix", w->type);
-    if (w->in_host && !dst) dst = host_table(w, &fill);
+    if (w->in_host && !dst) dst = host_matrix(w, &fill);
     if (!dst) plain_refuse("upload: no memory was given for a matrix with so many rows", w->rows);
     if (fill) plain_check("upload", cudaMemcpyAsync(dst, w->data, bytes, cudaMemcpyDefault, plain.stream));
     if (w->scale) {
@@ -1577,14 +1577,14 @@ static void *plain_reserve(size_t bytes) {
 
 static void plain_release(void *p) {
     plain_wait();
-    for (HostTable **at = &plain.tables; *at;) {
-        HostTable *t = *at;
+    for (HostMatrix **at = &plain.in_host; *at;) {
+        HostMatrix *t = *at;
         if (t->owner != p) {
             at = &t->next;
             continue;
         }
         *at = t->next;
-        plain_check("release", cudaFreeHost(t->rows));
+        plain_check("release", cudaFreeHost(t->data));
         free(t);
     }
     plain_check("release", cudaFree(p));

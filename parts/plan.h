@@ -239,6 +239,21 @@ static void plan_state(Model *m, Arena *a) {
     take_buffers(a, &m->other.s, stream_buffers, N_OF_BUFFERS(stream_buffers), size, forms);
 }
 
+static size_t most_host_bytes(const Model *m) {        // of the weights of a layer
+    size_t most = 0, of_layer = 0;
+    int layer = -1;
+    for (int i = 0; i < m->binder->n_uploads; i++) {
+        const Upload *u = &m->binder->uploads[i];
+        Tensor on_device = u->tensor;
+        if (u->layer < 0 || !u->tensor.in_host) continue;
+        on_device.in_host = false;
+        of_layer = (u->layer == layer ? of_layer : 0) + round_up(m->ops->weight_bytes(&on_device), 256);
+        layer = u->layer;
+        if (most < of_layer) most = of_layer;
+    }
+    return most;
+}
+
 static Limits plan_limits(const Model *m) {
     const Config *c = &m->config;
     const Limits *shared = &m->options.shared_limits;
@@ -258,6 +273,8 @@ static Limits plan_limits(const Model *m) {
     lim.max_cols = max_int(lim.max_cols, shared->max_cols);
     lim.max_experts = max_int(lim.max_experts, shared->max_experts);
     lim.vocab = max_int(lim.vocab, shared->vocab);
+    lim.host_bytes = most_host_bytes(m);
+    if (lim.host_bytes < shared->host_bytes) lim.host_bytes = shared->host_bytes;
     return lim;
 }
 
@@ -273,8 +290,12 @@ static void plan_memory(Model *m, Arena *a) {
         on_device.in_host = false;
         const size_t bytes = m->ops->weight_bytes(&u->tensor);
         void *dst = bytes ? take(a, bytes, 1) : NULL;
+        const size_t host_bytes = u->tensor.in_host ? m->ops->weight_bytes(&on_device) : 0;
         m->plan.weights += bytes;
-        m->plan.in_host += u->tensor.in_host ? m->ops->weight_bytes(&on_device) : 0;
+        m->plan.in_host += host_bytes;
+        if (u->layer >= 0)
+            m->plan.from_host += u->tensor.n > 1 ? host_bytes / (size_t)u->tensor.n * (size_t)m->config.n_experts_used
+                                                 : host_bytes;
         if (!a->base) continue;
         upload(m->ops, &m->gguf, u, dst);
         if (to_upload) progress(model_name(m), m->plan.weights + m->plan.in_host, to_upload, "B");
@@ -325,25 +346,93 @@ static size_t plan_context(Model *m, int n_ctx) {
     return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder->bytes + m->drafter->binder->bytes);
 }
 
-// Plans the table of per-layer embeddings in host memory, or in device memory. A token reads only one row of it. False:
-// the model has no such table, or device and host do not have separate memory.
-static bool table_in_host(Model *m, bool in_host) {
-    if (in_host && shares_memory(m->ops)) return false;
-    for (int i = 0; i < m->binder->n_uploads && m->plan.weights; i++) {
-        Upload *u = &m->binder->uploads[i];
-        if (u->matrix != &m->weights.per_layer_token_embd) continue;
-        u->tensor.in_host = in_host;
-        return true;
-    }
-    return false;
+// ---- weights in host memory ----
+// If a plan does not fit, matrices go to host memory, where the backend reads them: first the table of per-layer
+// embeddings, of which a token reads one row, then experts, of which it reads a few, then the other FFNs; the last
+// layers first. Attention, router, head and vectors stay.
+
+typedef enum { LEAVES_FIRST, LEAVES_SECOND, LEAVES_LAST, STAYS } Leaving;
+
+static Leaving leaving_of(const Model *m, const Upload *u) {
+    if (!u->matrix || u->place == PLACE_DEVICE) return STAYS;
+    if (u->matrix == &m->weights.per_layer_token_embd) return LEAVES_FIRST;
+    if (u->layer < 0) return STAYS;
+    const LayerWeights *w = &m->weights.layer[u->layer];
+    if (u->tensor.n > 1) return LEAVES_SECOND;
+    const bool ffn = u->matrix == &w->ffn_gate || u->matrix == &w->ffn_up || u->matrix == &w->ffn_down;
+    return ffn ? LEAVES_LAST : STAYS;
 }
 
-// Plans for a context of n_ctx tokens within a memory budget. If the plan does not fit, that table goes to host memory.
-// Returns the bytes that the plan needs; more than the budget: it does not fit.
+// Plans those matrices in host memory that --override-tensor puts there, and the first n in that order; the others in
+// device memory. Returns how many of n there are; 0: if the backend has no memory of its own.
+static int put_in_host(Model *m, int n) {
+    const bool apart = m->ops->weight_bytes(&m->weights.token_embd) && !shares_memory(m->ops);
+    int so_far = 0;
+    for (int i = 0; i < m->binder->n_uploads; i++) {
+        Upload *u = &m->binder->uploads[i];
+        u->tensor.in_host = u->place == PLACE_HOST && apart;
+    }
+    for (Leaving turn = LEAVES_FIRST; turn < STAYS; turn++)
+        for (int i = m->binder->n_uploads - 1; i >= 0 && so_far < n && apart; i--) {
+            Upload *u = &m->binder->uploads[i];
+            if (leaving_of(m, u) != turn || u->place == PLACE_HOST) continue;
+            u->tensor.in_host = true;
+            so_far++;
+        }
+    return so_far;
+}
+
+// Plans for a context of n_ctx tokens within a memory budget, with as few matrices in host memory as possible. Returns
+// the bytes that the plan needs; more than the budget: it does not fit.
 static size_t fit_context(Model *m, int n_ctx, size_t budget) {
-    table_in_host(m, false);
-    const size_t needed = plan_context(m, n_ctx);
-    return needed > budget && table_in_host(m, true) ? plan_context(m, n_ctx) : needed;
+    m->binder->n_in_host = 0;
+    put_in_host(m, 0);
+    size_t needed = plan_context(m, n_ctx);
+    int low = 0, high = needed > budget ? put_in_host(m, m->binder->most_in_host) : 0;     // too few matrices; enough
+    if (!high || (needed = plan_context(m, n_ctx)) > budget) return needed;
+    while (high - low > 1) {
+        const int mid = low + (high - low) / 2;
+        put_in_host(m, mid);
+        *(plan_context(m, n_ctx) <= budget ? &high : &low) = mid;
+    }
+    m->binder->n_in_host = put_in_host(m, high);
+    return plan_context(m, n_ctx);
+}
+
+// Puts the matrices whose names a pattern (n) fits to a place, if no earlier pattern fitted. Returns how many it fits.
+static int place_matrices(Model *m, const char *pattern, int n, Place place) {
+    char text[4096], name[80];
+    regex_t compiled;
+    int n_fitting = 0;
+    snprintf(text, sizeof text, "%.*s", n, pattern);
+    if (regcomp(&compiled, text, REG_EXTENDED | REG_NOSUB)) die("-ot: '%s' is not a regular expression", text);
+    for (int i = 0; i < m->binder->n_uploads; i++) {
+        Upload *u = &m->binder->uploads[i];
+        if (!u->matrix || (u->layer < 0 && u->matrix != &m->weights.per_layer_token_embd)) continue;
+        snprintf(name, sizeof name, "%.*s", (int)u->name.n, u->name.s);
+        if (regexec(&compiled, name, 0, NULL, 0)) continue;
+        n_fitting++;
+        if (u->place == PLACE_FREE) u->place = place;
+    }
+    regfree(&compiled);
+    return n_fitting;
+}
+
+// Reads ModelOptions.place.
+static void read_places(Model *m, const char *list) {
+    for (const char *at = list; *at; ) {
+        const int n = (int)strcspn(at, ",");
+        int to = n;
+        while (to > 0 && at[to - 1] != '=') to--;
+        const char *where = at + to;
+        const bool host = n - to == 3 && !strncmp(where, "CPU", 3);
+        if (to < 2 || (!host && !(n - to == 3 && !strncmp(where, "GPU", 3)) && strncmp(where, "CUDA", 4)))
+            die("-ot: expected PATTERN=CPU or PATTERN=GPU, got '%.*s'; try -ot exps=CPU", min_int(n, 60), at);
+        if (!place_matrices(m, at, to - 1, host ? PLACE_HOST : PLACE_DEVICE))
+            fprintf(stderr, "# note: -ot: no matrix of a layer has a name with '%.*s'; names are like "
+                    "blk.0.ffn_down_exps.weight\n", to - 1, at);
+        at += n + (at[n] == ',');
+    }
 }
 
 // Bytes that a plan may use. By default: free memory, less 1/32 for other programs. With --vram: that size, less the
@@ -359,14 +448,16 @@ static size_t plan_budget(const Model *m) {
 }
 
 // Chooses n_batch for prompts of up to max_prompt tokens: the largest, less than twice max_prompt, whose plan with a
-// context of n_ctx tokens fits and spends at most 1/16 of the budget on activations. If there is none, or the backend
+// context of n_ctx tokens fits and spends at most 1/16 of the budget on activations; 1/4 if weights are in host memory,
+// from where every step of a prompt copies them. If there is none, or the backend
 // reads the weights in the mapped file: SMALL_BATCH.
 static void fit_batch(Model *m, int n_ctx, int max_prompt, size_t budget) {
     for (m->options.n_batch = LARGE_BATCH; m->options.n_batch > SMALL_BATCH; m->options.n_batch /= 2) {
         const size_t needed = fit_context(m, n_ctx, budget);
         const MemoryPlan *p = &m->plan;
         if (p->weights && m->options.n_batch / 2 < max_prompt && needed <= budget &&
-            p->activations + p->staging + p->scratch <= budget / 16) return;
+            p->activations + p->staging + p->scratch - plan_limits(m).host_bytes <=
+                budget / (p->from_host ? 4 : 16)) return;
     }
 }
 
@@ -415,6 +506,13 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
         whose, advice, m->options.drafter ? "no -md, " : "", m->options.memory && !refused ? "a larger --vram, " : "");
 }
 
+__attribute__((noreturn)) static void die_no_host_room(const Model *m) {
+    const double gib = 1 << 30;
+    die("out of memory: %.2f GiB of weights do not fit on the device, and %.2f GiB of host memory are available; try "
+        "%sa smaller model", (double)m->plan.in_host / gib, (double)available_memory() / gib,
+        m->options.memory ? "a larger --vram, " : "");
+}
+
 // ==== [2] Loading ===================================================================================================
 
 // Opens, checks and binds a model and its drafter, and plans their memory; reserves nothing yet. Dies on bad input.
@@ -451,10 +549,17 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     m->options = o;
     if (o.drafter) open_drafter(m, o.drafter);
     const size_t budget = plan_budget(m);
-    int n_ctx = o.n_ctx ? o.n_ctx : min_int(c->n_ctx_train, 8192);
+    const int usual = min_int(c->n_ctx_train, 8192);
+    int n_ctx = o.n_ctx ? o.n_ctx : usual;
+    b->most_in_host = INT_MAX;
+    if (o.place) read_places(m, o.place);
     if (o.n_batch == BATCH_FIT)
         fit_batch(m, n_ctx == CTX_FIT ? TILE_SLOTS : n_ctx, n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx, budget);
-    if (n_ctx == CTX_FIT) n_ctx = max_int(largest_context(m, c->n_ctx_train, budget), TILE_SLOTS);
+    if (n_ctx == CTX_FIT) {                            // what the usual context leaves; but a table may leave for more
+        fit_context(m, usual, budget);
+        b->most_in_host = max_int(b->n_in_host, m->weights.per_layer_token_embd.data != NULL);
+        n_ctx = max_int(largest_context(m, c->n_ctx_train, budget), TILE_SLOTS);
+    }
     fit_context(m, n_ctx, budget);
 }
 
@@ -504,6 +609,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     const bool strict = o.memory || o.n_ctx == CTX_FIT || m->plan.weights;         // else the host can swap
     const size_t budget = plan_budget(m);
     if (strict && fit_context(m, m->options.n_ctx, budget) > budget) die_no_room(m);
+    if (m->plan.in_host > available_memory()) die_no_host_room(m);
     Arena arena = { 0 };
     plan_memory(m, &arena);
     const Limits lim = plan_limits(m);

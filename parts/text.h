@@ -193,12 +193,47 @@ static const char *backend_note(const Model *m) {
     return "";
 }
 
+// Which weights are planned in host memory, in words: "experts of 19 layers, FFNs of 2 layers"; "": none. Valid until
+// the next call.
+static const char *host_weights(const Model *m) {
+    static char text[160];
+    static const char *const names[] = { "experts", "FFNs", "other matrices" };
+    int n_layers[3] = { 0 }, last[3] = { -1, -1, -1 };
+    bool table = false;
+    *text = 0;
+    for (int i = 0; i < m->binder->n_uploads; i++) {
+        const Upload *u = &m->binder->uploads[i];
+        if (!u->tensor.in_host) continue;
+        table |= u->layer < 0;
+        const Leaving turn = leaving_of(m, u);
+        const int kind = u->tensor.n > 1 ? 0 : turn == LEAVES_LAST ? 1 : 2;
+        if (u->layer >= 0 && last[kind] != u->layer) last[kind] = u->layer, n_layers[kind]++;
+    }
+    for (int k = 0; k < 3; k++)
+        if (n_layers[k])
+            snprintf(text + strlen(text), sizeof text - strlen(text), "%s%s of %d layer%s", *text ? ", " : "", names[k],
+                     n_layers[k], n_layers[k] == 1 ? "" : "s");
+    if (table) snprintf(text + strlen(text), sizeof text - strlen(text), "%sthe per-layer embedding table",
+                        *text ? ", " : "");
+    return text;
+}
+
+// Tokens per second that the memories allow at position pos: the device's weights and cache rows pass once, and what
+// lies in host memory passes over the bus. 0: a rate is not known.
+static double most_tokens_per_second(const Model *m, int pos) {
+    const double device = m->ops->bandwidth ? m->ops->bandwidth() : 0, bus = m->ops->bus ? m->ops->bus() : 0;
+    const double host = (double)m->plan.from_host;
+    if (device <= 0 || (host > 0 && bus <= 0)) return 0;
+    return 1 / ((bytes_per_token(m, pos) - host) / device + (host > 0 ? host / bus : 0));
+}
+
 // Prints model, backend and context on one line of stderr, and warnings.
 static void print_model(Model *m) {
     const char *card = card_name(m->ops);
-    fprintf(stderr, "# %s%s (%s) on %s%s%s%s, context %d%s\n", style.dim, model_name(m),
+    const char *host = host_weights(m);
+    fprintf(stderr, "# %s%s (%s) on %s%s%s%s, context %d%s%s%s\n", style.dim, model_name(m),
             gguf_type_name(m->weights.layer[0].attn_q.type), m->ops->name, *card ? " " : "", card, backend_note(m),
-            m->options.n_ctx, style.normal);
+            m->options.n_ctx, *host ? "; in host memory: " : "", host, style.normal);
     print_warnings(m);
 }
 
@@ -219,8 +254,8 @@ static void print_plan(Model *m) {
             (double)m->plan.kv_rings / mib, (double)m->plan.staging / mib, (double)m->plan.activations / mib,
             (double)m->plan.scratch / mib);
     if (m->plan.in_host)
-        fprintf(stderr, "# plan: the per-layer embedding table, %.1f MiB, stays in host memory: it does not fit on the "
-                "GPU\n", (double)m->plan.in_host / mib);
+        fprintf(stderr, "# plan: %.1f MiB of weights in host memory (%s), of which a token reads %.1f MiB over the "
+                "bus\n", (double)m->plan.in_host / mib, host_weights(m), (double)m->plan.from_host / mib);
     if (m->plan.weights)
         fprintf(stderr, "# weights loaded in %.2f s, %.2f GB/s\n", m->upload_seconds,
                 (double)m->binder->bytes / m->upload_seconds * 1e-9);
@@ -393,9 +428,48 @@ static void verb_detokenize(const char *model, const char *list) {
     gguf_close(&g);
 }
 
+// Prints what lies in host memory and what that costs, and which smaller cache or context would cost less.
+static void print_host_plan(Model *m, size_t budget) {
+    const double gib = 1 << 30, bus = m->ops->bus ? m->ops->bus() : 0;
+    const size_t from_host = m->plan.from_host;
+    const int n_ctx = m->options.n_ctx;
+    const KvType k = m->options.k_type, v = m->options.v_type, smaller = k == KV_F16 ? KV_Q8_0 : KV_TQ3;
+    double most = most_tokens_per_second(m, 0);
+    printf("             %9.3f GiB in host memory: %s\n", (double)m->plan.in_host / gib, host_weights(m));
+    if (!from_host) return;
+    printf("             %9.3f GiB of them pass the bus for each token", (double)from_host / gib);
+    if (most > 0) printf(", at %.1f GB/s; at most %.1f tok/s", bus * 1e-9, most);
+    printf("\n");
+    for (int i = 0; i < 2; i++) {
+        if (i) m->options.k_type = m->options.v_type = smaller;
+        if (i ? k == smaller : n_ctx < 2 * TILE_SLOTS) continue;
+        if (fit_context(m, i ? n_ctx : n_ctx / 2, budget) > budget || m->plan.from_host >= from_host) continue;
+        most = most_tokens_per_second(m, 0);
+        printf("             %9.3f GiB with %s", (double)m->plan.from_host / gib, i ? "-ctk " : "-c ");
+        if (i) printf("%s", kv_names[smaller]);
+        else printf("%d", n_ctx / 2);
+        if (most > 0) printf("; at most %.1f tok/s", most);
+        printf("\n");
+    }
+    m->options.k_type = k, m->options.v_type = v;
+    fit_context(m, n_ctx, budget);
+}
+
+static void print_contexts(Model *m, size_t budget) {
+    static const int contexts[] = { 8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20 };
+    const double gib = 1 << 30;
+    printf("%8s  %9s  %9s\n", "context", "KV GiB", "total GiB");
+    for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
+        const size_t all = fit_context(m, contexts[i], budget);
+        const char *host = host_weights(m);
+        printf("%8d  %9.3f  %9.3f  %s%s%s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
+               (double)all / gib, all <= budget ? "fits" : "does not fit", *host ? "; in host memory: " : "", host,
+               contexts[i] > m->config.n_ctx_train ? ", exceeds the trained length" : "");
+    }
+}
+
 // gemma4 plan: prints the memory that a context needs, and reserves none. Dies if the context does not fit.
 static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
-    static const int contexts[] = { 8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20 };
     const double gib = 1 << 30;
     Model *m = alloc_or_die(1, sizeof *m);
     plan_model(m, model, ops, o, NULL);
@@ -409,13 +483,11 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
     printf("%s: context %d, trained length %d\n", model_name(m), n_ctx, trained);
     print_card(stdout, "card         ", ops);
     printf("weights      %9.3f GiB%s\n", (double)weights / gib, plan.weights ? "" : ", in the mapped file");
-    if (plan.in_host)
-        printf("             %9.3f GiB in host memory: the per-layer embedding table\n",
-               (double)plan.in_host / gib);
+    if (plan.in_host) print_host_plan(m, budget);
     printf("global KV    %9.3f GiB\n", (double)plan.kv_global / gib);
     printf("window KV    %9.3f GiB\n", (double)plan.kv_rings / gib);
     printf("staging      %9.3f GiB\n", (double)plan.staging / gib);
-    printf("activations  %9.3f GiB\n", (double)plan.activations / gib);
+    printf("activations  %9.3f GiB, steps of %d rows\n", (double)plan.activations / gib, m->options.n_batch);
     printf("scratch      %9.3f GiB\n", (double)plan.scratch / gib);
     if (o.drafter)
         printf("draft model  %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 :
@@ -425,13 +497,7 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
            o.memory ? "set by --vram" : "31/32 of the free memory");
     if (!o.memory) printf("free         %9.3f GiB of %.3f\n", (double)free_bytes / gib, (double)total / gib);
     printf("largest context that fits: %d%s\n\n", most, most == trained ? ", the trained length" : "");
-    printf("%8s  %9s  %9s\n", "context", "KV GiB", "total GiB");
-    for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++) {
-        const size_t all = fit_context(m, contexts[i], budget);
-        printf("%8d  %9.3f  %9.3f  %s%s%s\n", contexts[i], (double)(m->plan.kv_global + m->plan.kv_rings) / gib,
-               (double)all / gib, all <= budget ? "fits" : "does not fit", m->plan.in_host ? ", embedding table in "
-               "host memory" : "", contexts[i] > trained ? ", exceeds the trained length" : "");
-    }
+    print_contexts(m, budget);
     flush_output();
     if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
     free_model(m);

@@ -245,6 +245,46 @@ static void test_model(const char *preset, const char *quant) {
     free(on_device);
     free(in_host);
 }
+
+enum { PROMPT_ROWS = 66, N_STEPS = 3, STEP_TOKENS = 2 };
+
+// Logits after a prompt and after each of a few steps, of which the second is recorded and the next ones replayed.
+static float *logits_with(const char *path, const char *place, size_t *bytes) {
+    Model *m = alloc_or_die(1, sizeof *m);
+    const ModelOptions o = { .n_ctx = 256, .n_seqs = 1, .n_batch = PROMPT_ROWS, .n_logits = 3, .k_type = KV_F16,
+                             .v_type = KV_F16, .place = place };
+    load_model(m, path, cuda_ops(), o, NULL);
+    const size_t vocab = (size_t)m->config.vocab;
+    float *logits = alloc_or_die((N_STEPS * STEP_TOKENS + 1) * vocab, sizeof *logits), *at = logits;
+    for (int k = 0; k <= N_STEPS; k++) {
+        const int n = k ? STEP_TOKENS : PROMPT_ROWS;
+        for (int i = 0; i < n; i++)
+            m->step_rows[i] = (StepRow){ .token = (17 + 101 * i + k) % m->config.vocab, .output = k || i == n - 1 };
+        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = n, .rows = m->step_rows }, 1);
+        for (int i = 0; i < (k ? n : 1); i++, at += vocab) read_logits(m, i, at);
+        commit_all(m);
+    }
+    CHECK(!place == !m->plan.in_host, "-ot %s: %zu bytes in host memory", place ? place : "", m->plan.in_host);
+    *bytes = (size_t)(at - logits) * sizeof *logits;
+    free_model(m);
+    free(m);
+    return logits;
+}
+
+// Weights in host memory give the same bits: experts alone, those of some layers, FFNs, all matrices.
+static void test_places(const char *preset, const char *quant) {
+    const char *path = make_model("places", preset, quant, NULL);
+    const char *const places[] = { "exps=CPU", "blk.[13].*exps=CPU", "ffn=CPU", ".=CPU" };
+    size_t bytes, same_bytes;
+    float *on_device = logits_with(path, NULL, &bytes);
+    for (int i = cuda_ops()->card()->host_memory ? 4 : strstr(preset, "moe") ? 0 : 3; i < 4; i++) {
+        float *in_host = logits_with(path, places[i], &same_bytes);
+        CHECK(same_bytes == bytes && !memcmp(on_device, in_host, bytes), "%s %s -ot %s: other logits", preset, quant,
+              places[i]);
+        free(in_host);
+    }
+    free(on_device);
+}
 #endif
 
 int main(int argc, char **argv) {
@@ -266,6 +306,8 @@ int main(int argc, char **argv) {
     test_floats(T_BF16);
     test_model("micro-e", "q8_0");
     test_model("micro-e", "f16");
+    test_places("micro-moe", "q4_0");
+    test_places("micro-e", "q8_0");
 #else
     SKIP("built without CUDA: the layout of weights");
 #endif

@@ -653,6 +653,7 @@ static void test_no_room(const char *path) {
 static void test_table(const char *path) {
     Model *m = must(calloc(1, sizeof *m));
     ModelOptions o = small;
+    o.place = "ffn=GPU";
     plan_model(m, path, device_of((size_t)1 << 40), o, NULL);
     CHECK(!m->plan.in_host, "the table leaves a device that has room for it");
     o.memory = fit_context(m, 64, SIZE_MAX);
@@ -673,6 +674,71 @@ static void test_table(const char *path) {
               m->plan.in_host);
         const int again = largest_context(m, m->config.n_ctx_train, o.memory);
         CHECK(again == most, "after a plan for %d: the longest is %d, then %d", o.n_ctx, most, again);
+        free_model(m);
+    }
+    free(m);
+}
+
+// The weights that the plan puts into host memory: how many, of which layer on, bytes, and what a token reads of them.
+typedef struct { int n; size_t bytes, token; int first_layer[2]; } HostWeights;        // [0] experts, [1] FFNs
+
+static HostWeights in_host(const Model *m) {
+    HostWeights h = { .first_layer = { 99, 99 } };
+    for (int i = 0; i < m->binder->n_uploads; i++) {
+        const Upload *u = &m->binder->uploads[i];
+        if (!u->tensor.in_host) continue;
+        const size_t bytes = matrix_bytes(&u->tensor);
+        h.n++;
+        h.bytes += bytes;
+        h.token += u->tensor.n > 1 ? bytes / (size_t)u->tensor.n * (size_t)m->config.n_experts_used : bytes;
+        int *first = &h.first_layer[u->tensor.n == 1];
+        *first = min_int(*first, u->layer);
+        CHECK(strstr(u->name.s, "ffn") && u->layer >= 0, "%.*s is in host memory", (int)u->name.n, u->name.s);
+    }
+    CHECK(m->plan.in_host == h.bytes && m->plan.from_host == h.token, "plan: %zu and %zu bytes in host memory, not %zu "
+          "and %zu", m->plan.in_host, m->plan.from_host, h.bytes, h.token);
+    return h;
+}
+
+// With ever less memory ever more weights are in host memory: experts, then FFNs, the last layers first, and never more
+// than needed.
+static void test_host_weights(const char *path, bool moe) {
+    Model *m = must(calloc(1, sizeof *m));
+    plan_model(m, path, device_of((size_t)1 << 40), small, NULL);
+    const size_t all = fit_context(m, 64, SIZE_MAX), weights = m->plan.weights;
+    const int n_layers = m->config.n_layers;
+    CHECK(!in_host(m).n && !plan_limits(m).host_bytes, "weights leave a device that has room for them");
+    int n = 0, reached = 0;
+    for (size_t budget = all - 1, needed; ; budget = needed - 1) {
+        needed = fit_context(m, 64, budget);
+        if (needed > budget) break;
+        const HostWeights h = in_host(m);
+        n++;
+        CHECK(h.n == n, "%zu bytes less: %d matrices are in host memory, not %d", all - budget, h.n, n);
+        CHECK(m->plan.weights + h.bytes == weights && needed + h.bytes == all, "weights of %zu bytes are lost",
+              weights - m->plan.weights - h.bytes);
+        const int leaving = h.first_layer[h.first_layer[1] < 99];
+        const int n_here = n - (moe && h.first_layer[1] < 99 ? 2 * n_layers : 0), each = h.first_layer[1] < 99 ? 3 : 2;
+        CHECK(leaving == n_layers - 1 - (n_here - 1) / each, "%d matrices: layer %d leaves", n, leaving);
+        CHECK(plan_limits(m).host_bytes >= h.bytes / (size_t)n_layers, "no room for the copies of a layer");
+        reached |= h.first_layer[0] == 0 ? 1 : 0;
+        reached |= h.first_layer[1] == 0 ? 2 : 0;
+    }
+    CHECK(n == n_layers * (moe ? 5 : 3) && reached == (moe ? 3 : 2), "%d matrices may leave", n);
+    free_model(m);
+
+    const struct { const char *place; int n, first; } places[] = {
+        { "exps=CPU", moe ? 2 * n_layers : 0, 0 }, { "blk\\.(2|3)\\..*exps=CPU", moe ? 4 : 0, 2 },
+        { "blk.1.ffn_down_exps=GPU,exps=CPU", moe ? 2 * n_layers - 1 : 0, 0 }, { "down=GPU,blk.1.ffn=CPU,", moe ? 4 : 2, 1 },
+        { "token_embd=CPU", 0, 0 }, { "norm=CPU", 0, 0 } };
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        ModelOptions o = small;
+        o.place = places[i].place;
+        plan_model(m, path, device_of((size_t)1 << 40), o, NULL);
+        const HostWeights h = in_host(m);
+        CHECK(h.n == places[i].n, "-ot %s: %d matrices are in host memory, not %d", o.place, h.n, places[i].n);
+        const int first = min_int(h.first_layer[0], h.first_layer[1]);
+        CHECK(!h.n || first == places[i].first, "-ot %s: layer %d is the first", o.place, first);
         free_model(m);
     }
     free(m);
@@ -955,6 +1021,8 @@ int main(void) {
     test_group_limits();
     test_no_room(models[1]);
     test_table(models[2]);
+    test_host_weights(models[0], false);
+    test_host_weights(models[1], true);
     test_shared_memory(models[2]);
     test_shorter(models[1]);
     const char *large = test_true_size();

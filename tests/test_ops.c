@@ -285,6 +285,8 @@ static Matrix random_matrix(DType type, int n, int rows, int cols) {
     return w;
 }
 
+static bool all_in_host;                // every matrix is in host memory
+
 // Computes the magnitudes of the values and uploads the matrix to the backend.
 static void place(Matrix *w) {
     const DType t = w->host.type;
@@ -303,6 +305,7 @@ static void place(Matrix *w) {
     w->size = w->t = w->host;
     w->size.type = T_F32;
     w->size.data = size;
+    w->t.in_host |= all_in_host;
     const size_t bytes = op->weight_bytes(&w->t);
     op->upload(&w->t, bytes ? room("weights", bytes, 1) : NULL);
     w->host.scale = w->factor;
@@ -2706,7 +2709,8 @@ static void test_verify_walk(void) {
 // only: names of the operations to test, NULL after the last; none: all.
 static void run_all(const Ops *table, char **only) {
     op = table;
-    const Limits lim = { .max_rows = MAX_STEP, .max_cols = 10752, .max_experts = 8, .vocab = 4096 };
+    const Limits lim = { .max_rows = MAX_STEP, .max_cols = 10752, .max_experts = 8, .vocab = 4096,
+                         .host_bytes = all_in_host ? 64 << 20 : 0 };
     op->init(&lim);
     reference_ops()->init(&(Limits){ .max_rows = MAX_STEP, .max_cols = 16384, .max_experts = 8, .vocab = 16384 });
     size_t free_bytes = 1, total = 0;
@@ -2795,6 +2799,8 @@ int main(int argc, char **argv) {
     const bool cpu = !plain && (argc < 2 || strcmp(argv[1], "-cuda") != 0);
     const bool few = argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
+    all_in_host = !cpu && *only && !strcmp(*only, "-host");
+    only += all_in_host;
     const char *whole = getenv("LONG");
     if (!cpu && few) n_runs_100 = 5, every = plain ? 50 : 5;
     else if (cpu && (!whole || !strcmp(whole, "0"))) every = 2;

@@ -812,10 +812,12 @@ struct Node {
     __align__(16) char bytes[];
 };
 struct CudaGraph { Node *first, **end; int n_users; };
-struct CudaStream { CudaGraph list; CudaGraph *captured; bool spoiled; uint64_t issued, done; CudaStream *next; };
-struct CudaEvent { CudaStream *stream; uint64_t after; double time; };
+// While a stream is captured, streams that wait for an event of it are captured into the same list, in the order of the
+// calls, until it waits for an event of theirs. forked: such a stream, with work that nobody has waited for yet.
+struct CudaStream { CudaGraph list; CudaGraph *captured; bool spoiled, origin, forked; uint64_t issued, done; CudaStream *next; };
+struct CudaEvent { CudaStream *stream; uint64_t after; double time; CudaGraph *graph; };      // graph: recorded in a capture
 
-static CudaStream usual = { { nullptr, &usual.list.first, 0 }, nullptr, false, 0, 0, nullptr };       // the first of all streams
+static CudaStream usual = { { nullptr, &usual.list.first, 0 }, nullptr, false, false, false, 0, 0, nullptr };       // the first of all streams
 static cudaError_t last_error;
 
 static cudaError_t fail(cudaError_t e) { return last_error = e; }
@@ -854,6 +856,7 @@ void cuda_submit(cudaStream_t stream, void (*work)(const void *), const void *by
     CudaStream *s = stream ? stream : &usual;
     if (s->captured) {
         add_node(s->captured, work, bytes, n);
+        s->forked = !s->origin;
         return;
     }
     add_node(&s->list, work, bytes, n);
@@ -950,18 +953,19 @@ static void do_record(const void *bytes) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     CudaStream *s = stream ? stream : &usual;
+    event->stream = s;
+    event->graph = s->captured;
     if (s->captured) return cudaSuccess;
     cuda_submit(s, do_record, &event, sizeof event);
-    event->stream = s;
     event->after = s->issued;
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    if (event->stream) finish(event->stream, event->after);
+    if (event->stream && !event->graph) finish(event->stream, event->after);
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    return !event->stream || event->stream->done >= event->after ? cudaSuccess : cudaErrorNotReady;
+    return !event->stream || event->graph || event->stream->done >= event->after ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     *ms = (float)((to->time - from->time) * 1e3);
@@ -972,7 +976,18 @@ static void do_wait(const void *bytes) {
     if (e->stream) finish(e->stream, e->after);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-    cuda_submit(stream, do_wait, event, sizeof *event);
+    bool ongoing = false;
+    for (const CudaStream *s = &usual; s; s = s->next) ongoing |= event->graph && s->captured == event->graph;
+    if (event->graph ? !ongoing || (stream->captured && stream->captured != event->graph)
+                     : stream->captured && event->stream) return fail(cudaErrorStreamCaptureUnsupported);
+    if (!ongoing) {
+        cuda_submit(stream, do_wait, event, sizeof *event);
+    } else if (!stream->captured) {
+        stream->captured = event->graph;
+        stream->forked = true;
+    } else {
+        event->stream->forked = false;
+    }
     return cudaSuccess;
 }
 
@@ -982,11 +997,17 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     stream->captured->end = &stream->captured->first;
     stream->captured->n_users = 1;
     stream->spoiled = false;
+    stream->origin = true;
     return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     *graph = stream->captured;
-    stream->captured = nullptr;
+    for (CudaStream *s = &usual; s; s = s->next) {
+        if (!*graph || s->captured != *graph) continue;
+        stream->spoiled |= s->spoiled || s->forked;
+        s->captured = nullptr;
+        s->forked = s->origin = false;
+    }
     return !*graph || stream->spoiled ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, void *, size_t *n) {
