@@ -1170,9 +1170,9 @@ __global__ void __launch_bounds__(256) fetch_kernel(const __grid_constant__ Fetc
     }
 }
 
-// Replaces n stacks of experts in host memory by those experts that a step of few rows has chosen, or that of a prompt
-// by all of them. Returns the numbers (n_rows, n_used) by which the pairs find them; ids, and the stacks as they are, if
-// they are not all in host memory.
+// Replaces n stacks of experts in host memory by those experts that a step of few rows has chosen; for a prompt, by all
+// of them. Returns the numbers (n_rows, n_used) by which the pairs find them; ids, and the stacks as they are, if not
+// all of them are in host memory.
 static const int32_t *fetch_experts(Tensor *w, int n, const int32_t *ids, int n_rows, int n_used) {
     const int n_pairs = n_rows * n_used;
     char *at = cuda.ring;

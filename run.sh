@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds gemma4 and runs it:    ./run.sh [MODEL.gguf] [gemma4 flags ...]
 # Downloads a model to models/: ./run.sh --fetch NAME          (resumes a partial download; without NAME: the list)
+#                               ./run.sh --fetch best          (the one that suits this machine; says why)
 #
 # The model is the first argument, else $GEMMA4_MODEL, else the small one in models/. Without any argument it tells a story.
 # Works from any directory. Everything but the generated text goes to stderr.
@@ -51,6 +52,36 @@ e4b    ggml-org/gemma-4-E4B-it-GGUF      gemma-4-E4B-it-Q4_K_M.gguf      5.3
 END
 }
 
+# Prints GiB of memory: of the first GPU, or 0; of the host, or 0.
+gpu_gib() {
+    mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
+    case $mib in '' | *[!0-9]*) echo 0 ;; *) echo $(((mib + 512) / 1024)) ;; esac
+}
+host_gib() {
+    pages=$(getconf _PHYS_PAGES 2>/dev/null) size=$(getconf PAGE_SIZE 2>/dev/null)
+    case $pages$size in
+    '' | *[!0-9]*) echo $(($(sysctl -n hw.memsize 2>/dev/null || echo 0) / 1073741824)) ;;
+    *) echo $((pages / 1024 * size / 1048576)) ;;
+    esac
+}
+
+# Prints the name of the model that suits this machine, and why. Room beside the weights: 3 GiB for caches and buffers. Experts that
+# a GPU has no room for may lie in host memory; the file's pages pass through it too.
+best() {
+    gpu=$(gpu_gib) host=$(host_gib)
+    if [ "$gpu" -ge 22 ]; then echo "31b its 18.7 GB fit into the GPU's $gpu GiB"
+    elif [ "$gpu" -ge 19 ]; then echo "26b its 16.8 GB fit into the GPU's $gpu GiB"
+    elif [ "$gpu" -ge 6 ] && [ "$host" -ge 22 ]; then
+        echo "26b a token reads 4 of its 25 billion weights; experts that the GPU's $gpu GiB cannot hold lie in $host GiB of host memory"
+    elif [ "$gpu" -ge 11 ]; then echo "12b its 7.4 GB fit into the GPU's $gpu GiB"
+    elif [ "$gpu" -ge 7 ]; then echo "e4b its 5.3 GB fit into the GPU's $gpu GiB"
+    elif [ "$gpu" -ge 4 ]; then echo "e2b its 3.1 GB fit into the GPU's $gpu GiB"
+    elif [ "$host" -ge 22 ]; then echo "26b a token reads 4 of its 25 billion weights, and they fit into $host GiB of host memory"
+    elif [ "$host" -ge 9 ]; then echo "e4b its 5.3 GB fit into $host GiB of host memory"
+    else echo "e2b it is the smallest; this machine has $host GiB of memory"
+    fi
+}
+
 bytes_of() { wc -c <"$1" | tr -d ' '; }
 
 # Prints the SHA-256 of a file; nothing if this system has no program for it.
@@ -77,6 +108,11 @@ is_complete() {
 
 # Downloads the file of that name to models/FILE.part, checks size and SHA-256, and makes it models/FILE.
 fetch() {
+    if [ "$1" = best ]; then
+        choice=$(best)
+        say "--fetch ${choice%% *}: ${choice#* }; any context and cache type that fits is planned at start"
+        set -- "${choice%% *}"
+    fi
     line=$(models | awk -v name="$1" '$1 == name')
     if [ -z "$line" ]; then
         say "--fetch: expected one of these names, got '$1'"
@@ -127,7 +163,7 @@ case ${1:-} in
     fetch "${2:-}"
     exit ;;
 -h | --help)
-    sed -n '2,6s/^# \{0,1\}//p' "$0"
+    sed -n '2,7s/^# \{0,1\}//p' "$0"
     echo ;;
 esac
 

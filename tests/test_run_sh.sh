@@ -50,6 +50,36 @@ for name in "" nothing; do
     ok "--fetch $name: lists the names" has "  26b"
     ok "--fetch $name: names repository and file" grep -qE '^  26b +16.8 GB  [a-z-]+/[^ ]+-GGUF  [^ ]+\.gguf$' "$tmp/err"
 done
+
+# The model for a machine: GPU memory in MiB as nvidia-smi prints it, host memory as getconf does, 4096 bytes a page.
+cat >"$tmp/bin/nvidia-smi" <<'END'
+#!/bin/sh
+[ -s "$tmp/gpu" ] && cat "$tmp/gpu"
+END
+cat >"$tmp/bin/getconf" <<'END'
+#!/bin/sh
+case $1 in _PHYS_PAGES) echo $(($(cat "$tmp/host") * 262144)) ;; *) echo 4096 ;; esac
+END
+chmod +x "$tmp/bin/nvidia-smi" "$tmp/bin/getconf"
+touch "$tmp/offline"
+while read -r gpu host name why; do
+    echo "$gpu" >"$tmp/gpu" && echo "$host" >"$tmp/host"
+    [ "$gpu" != none ] || : >"$tmp/gpu"
+    fetch best
+    ok "GPU $gpu MiB, host $host GiB: $name" has "--fetch $name: "
+    ok "GPU $gpu MiB, host $host GiB: why" has "$why"
+done <<'END'
+24576 32 31b 24 GiB
+20475 16 26b 20 GiB
+8188 31 26b 31 GiB of host memory
+12288 16 12b 12 GiB
+8188 16 e4b 8 GiB
+4096 16 e2b 4 GiB
+none 31 26b 31 GiB of host memory
+none 16 e4b 16 GiB
+none 4 e2b 4 GiB
+END
+rm "$tmp/offline" "$tmp/bin/nvidia-smi" "$tmp/bin/getconf"
 fetch e4b e2b
 ok "two names: exit status 1" [ "$status" -eq 1 ]
 
