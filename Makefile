@@ -26,7 +26,7 @@ CUBLAS  := $(wildcard $(addsuffix ../include/cublas_v2.h,$(dir $(NVCC))) /usr/in
 ENGINE  := $(if $(and $(if $(BACKEND),,1),$(strip $(NVCC)),$(KERNELS),$(CUBLAS)),cuda,cpu)
 # Without a GPU tests and benchmarks need no nvcc, since test_kernels.sh carries the kernels out on the CPU; ENGINE=cuda asks for it.
 TESTED  := $(if $(or $(strip $(HAS_GPU)),$(filter command,$(origin ENGINE))),$(ENGINE),cpu)
-TESTED_BIN = $(B)/gemma4-$(if $(filter cpu,$(TESTED)),tested,cuda)
+TESTED_BIN = $(B)/gemma4-$(if $(filter cpu,$(TESTED)),dev,cuda)
 JOBS    ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
 # -ffp-contract=off: the CPU operations are the reference, so a*b + c rounds twice with every compiler.
@@ -128,8 +128,8 @@ test-programs: $(EMULATOR) $(TESTS) $(LINES)   ## build the test programs withou
 # run: -Og in place of -O3, which gives the same bits.
 TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-Og))
 $(BENCHES): TEST_COMPILE = $(COMPILE)
-# It counts the allocations of the whole engine, and steps long enough to be optimised.
-$(B)/test_forward: TEST_COMPILE = $(COMPILE:-O3=-O2)
+# It compiles the whole engine, to count its allocations.
+$(B)/test_forward: TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-O1))
 # It counts calls of functions instead of seconds.
 $(B)/test_grammar: TEST_COMPILE += -finstrument-functions
 # What the programs link instead of compiling it each: the parts that have an interface and bodies. Of these a test may still
@@ -146,13 +146,11 @@ $(B)/parts/cpu.o: USES = -include parts/base.h -include gemma4.h -include gguf.h
 $(ENGINE_OBJECTS): $(B)/flags
 	@mkdir -p $(@D)
 	$(COMPILE) -UNDEBUG -D_GNU_SOURCE $(USES) -D$(shell echo $(basename $(@F)) | tr a-z A-Z)_IMPLEMENTATION -xc -c $(filter %$(basename $(@F)).h,$^) -o $@
+# Without a GPU the shell suites run this program.
 dev: $(B)/gemma4-dev            ## build ./gemma4 fast, for the CPU, hardly optimised: a change of one part takes seconds
 	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
 $(B)/gemma4-dev: $(B)/engine.a $(SOURCES) $(B)/commit.h $(B)/flags
 	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(HTTP_FLAG) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
-# The program that the shell suites run, without a GPU: -O2 and no -flto take half of the time that gemma4-cpu takes.
-$(B)/gemma4-tested: $(SOURCES) $(B)/commit.h $(B)/flags
-	$(COMPILE:-O3=-O2) $(HTTP_FLAG) gemma4.c -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
 # The chat's line editor alone: test_terminal types to it.
 $(LINES): tests/lines.c parts/lines.h parts/base.h $(B)/flags
 	$(TEST_COMPILE) $< -o $@ $(LDFLAGS) -lm

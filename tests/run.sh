@@ -10,7 +10,7 @@
 # Environment: BUILD (build), GEMMA4 (./gemma4), STRICT=1 (skips fail), TEST_TIMEOUT (seconds for one suite, 1200),
 # LONG=1 (docs/tests.md says what it adds), JOBS (number of processors; 1 if there is a GPU, because tests check its
 # free memory).
-slow="test_kernels test_cli test_eval test_cache test_forward test_ops test_verify"
+slow="test_kernels test_cli test_server test_page test_forward test_walk test_eval test_cache test_backend test_ops test_check"
 cd "$(dirname "$0")/.." || exit 1
 BUILD=${BUILD:-build}
 GEMMA4=${GEMMA4:-$PWD/gemma4}

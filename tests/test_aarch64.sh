@@ -38,10 +38,10 @@ else
     stories "$tmp/native"
     for arch in armv8.2-a+dotprod armv8-a; do
         MAKEFLAGS='' make -s B="$tmp/$arch" ENGINE=cpu HTTP=0 CC="$arm_cc" CFLAGS="-O2 -march=$arch" LDFLAGS=-static \
-            "$tmp/$arch/gemma4-tested" >"$tmp/out" 2>"$tmp/err"
+            "$tmp/$arch/gemma4-dev" >"$tmp/out" 2>"$tmp/err"
         status=$?
         ok "$arch: compiles" [ "$status" -eq 0 ]
-        printf '#!/bin/sh\nexec "%s" "%s" "$@"\n' "$qemu" "$tmp/$arch/gemma4-tested" >"$tmp/in-qemu"
+        printf '#!/bin/sh\nexec "%s" "%s" "$@"\n' "$qemu" "$tmp/$arch/gemma4-dev" >"$tmp/in-qemu"
         chmod +x "$tmp/in-qemu"
         gemma4=$tmp/in-qemu
         stories "$tmp/$arch/told"

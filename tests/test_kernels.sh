@@ -3,7 +3,7 @@
 # cuda_runtime.h says what that proves and what it does not. First tests of the emulator itself, with deliberate
 # faults; the plans for each card; then each operation as an RTX 3090 and whole models as that and as an H100, against
 # the CPU backend; the sampler, the layout of weights, speculative decoding; the operations and the sampler of parts/plain.cu.
-# LONG=1: all cases of operations, as an H100 too, all cards of parts/cards.h, every conversation whose steps run ahead of the host,
+# LONG=1: all cases of operations, as an H100 too, both models on all cards of parts/cards.h, every conversation whose steps run ahead of the host,
 # drafts for several sessions at once. On a machine with a GPU the same programs run all cases on it.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
@@ -51,7 +51,12 @@ one emulated/test_emulator
 one test_cards
 [ -z "$long" ] || one test_ops -cuda card=h100           # what every GPU test runs there
 for card in rtx3090 $others; do one test_ops -cuda $few card=$card; done
-for card in h100 rtx3090 $others; do one test_cuda -few card=$card tiny-moe-q4_k_m mini; done
+if [ -n "$long" ]; then
+    for card in h100 rtx3090 $others; do one test_cuda -few card=$card tiny-moe-q4_k_m mini; done
+else                                  # each card a model, each model a card
+    one test_cuda -few card=h100 tiny-moe-q4_k_m
+    one test_cuda -few card=rtx3090 mini
+fi
 one test_sampling -cuda seen position card=rtx3090
 one test_ops -plain -few
 one test_ops -plain embed             # every type of weights

@@ -15,8 +15,8 @@
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -NAME before them: only the
  * backend of make BACKEND=parts/NAME.h, every fifth case. -cuda: the CUDA backend only; -plain: the plain CUDA backend
- * only; -few after it: every fifth case, without the 100 rows for cuBLAS; plain: every fiftieth. Without them the CPU
- * backend runs every second case, with LONG=1 all, the plain backend every tenth. TEST_TIMES=1 prints seconds. */
+ * only; -few after it: every eleventh case, without the 100 rows for cuBLAS; plain: every 97th. Without them the CPU
+ * backend runs every fifth case, with LONG=1 all, the plain backend every tenth. TEST_TIMES=1 prints seconds. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -2802,8 +2802,8 @@ int main(int argc, char **argv) {
     all_in_host = !cpu && *only && !strcmp(*only, "-host");
     only += all_in_host;
     const char *whole = getenv("LONG");
-    if (!cpu && few) n_runs_100 = 5, every = plain ? 50 : 5;
-    else if (cpu && (!whole || !strcmp(whole, "0"))) every = 2;
+    if (!cpu && few) n_runs_100 = 5, every = plain ? 97 : 11;
+    else if (cpu && (!whole || !strcmp(whole, "0"))) every = 5;
     if (argc == 1) {
         start_threads(3);
         test_parallel();

@@ -253,7 +253,7 @@ if [ -f gemma4_kernels.cu ]; then
     done
     ok "make bench leaves ./gemma4 alone" [ -z "$(grep -E 'cp -f|cmp -s' "$tmp/out")" ]
     ok "make bench runs what it has built" grep -q "^$tmp/b/gemma4-cpu bench " "$tmp/out"
-    ok "make test, nvcc and no GPU: the CPU's gemma4" grep -q "GEMMA4=.*/gemma4-tested" "$tmp/test"
+    ok "make test, nvcc and no GPU: the CPU's gemma4" grep -q "GEMMA4=.*/gemma4-dev" "$tmp/test"
 
     mkdir -p "$tmp/toolkit/lib/stubs"
     cat >"$tmp/bin/nvcc" <<'END'
