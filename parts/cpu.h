@@ -130,14 +130,19 @@ static void cpu_init(const Limits *lim) {
     cpu.vocab = vocab;
 }
 
+// A large piece of calloc() is new pages, which are zero: they take memory when they are first used. The word before the
+// aligned address says where the piece begins.
 static void *cpu_reserve(size_t bytes) {
-    bytes = round_up(bytes ? bytes : 1, 256);
-    void *p = aligned_alloc(256, bytes);
-    if (p) memset(p, 0, bytes);
+    char *all = calloc(1, bytes + 2 * 256);
+    if (!all) return NULL;
+    char *p = all + 2 * 256 - (uintptr_t)all % 256;
+    ((void **)(void *)p)[-1] = all;
     return p;
 }
 
-static void cpu_release(void *p) { free(p); }
+static void cpu_release(void *p) {
+    if (p) free(((void **)p)[-1]);
+}
 
 static void cpu_copy(const Copy *c) { memcpy(c->dst, c->src, c->bytes); }
 
