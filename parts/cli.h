@@ -617,6 +617,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     }
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     check_origins(&s);
+    Server *srv = server_open(&s);
     o.n_seqs = (int)f->parallel;
     o.host_memory = s.cache_ram;
     s.drafting = drafting_of(f, ops, &o);
@@ -632,7 +633,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     print_plan(m);
     print_template(&tok);
     read_weights(m, f->check_tensors);
-    serve(m, &tok, &s);
+    serve(srv, m, &tok, &s);
     tok_free(&tok);
     free(key);
     model_close(m);

@@ -141,6 +141,9 @@ typedef struct {
     Tokenizer      *t;
     GrammarVocab    vocab;
     ServeOptions    o;
+    struct MHD_Daemon *daemon;
+    char            address[128];      // http://HOST:PORT
+    atomic_bool     ready;             // the model is loaded; until then m, t and what follows from them are not set
     char            name[128];         // of the model
     int64_t         created;           // time() of the start
     uint64_t        salt;              // so that ids of this run differ from those of others

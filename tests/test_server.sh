@@ -79,6 +79,43 @@ refused() { # refused NAME STATUS WORD PATH BODY: must be refused with that stat
     ok "$1: names '$3'" has out "$3"
     ok "$1: is a JSON error" grep -q '^{"error":{"message":".*"type":"' "$tmp/out"
 }
+# ---- a port in use; requests while the model is loading ------------------------------
+serve first
+port=${url##*:}
+run serve "$model" --port "$port" --check-tensors
+next=$(sed -n "s/^gemma4: error: --port: $port is in use; try --port \([0-9]*\)$/\1/p" "$tmp/err")
+ok "a port in use is an error, before the model is loaded" [ "$status" -eq 1 ]
+ok "it names a port that is free" [ "${next:-0}" -gt "$port" ]
+kill "$pid"
+wait "$pid"
+# Its stderr is a pipe that is full, so the server stops in the middle of loading until somebody reads.
+mkfifo "$tmp/pipe" && exec 5<>"$tmp/pipe"
+yes '' | dd of="$tmp/pipe" bs=4096 count=64 iflag=fullblock oflag=nonblock 2>"$tmp/dd"
+"$gemma4" serve "$model" --port "$next" -t 2 --api-key k >/dev/null 2>"$tmp/pipe" </dev/null 5<&- &
+pid=$! url=http://127.0.0.1:$next
+pids="$pids $pid"
+for _ in $(seq 600); do get /health && ! is 000 && break; sleep 0.05; done
+ok "while it is loading: /health is 503" is 503
+ok "while it is loading: /health says so" has out '{"status":"loading"}'
+get /v1/models
+ok "while it is loading: the key is checked" is 401
+get /v1/models -H 'Authorization: Bearer k' -D "$tmp/head"
+ok "while it is loading: 503" is 503
+ok "while it is loading: the error says so" has out 'the model is loading; try again later'
+ok "while it is loading: when to try again" grep -qi '^retry-after: 1' "$tmp/head"
+get /
+ok "while it is loading: the page is there" is 200
+cat <&5 >"$tmp/loaded.log" &
+pids="$pids $!"
+wait_for_server "$tmp/loaded.log"
+get /health
+ok "loaded: /health is 200" is 200
+get /v1/models -H 'Authorization: Bearer k'
+ok "loaded: the model is listed" has out '"object":"list"'
+kill "$pid"
+wait "$pid"
+exec 5<&-
+
 user='"messages":[{"role":"user","content":"Tell me a story about a fox."}]'
 chat=/v1/chat/completions
 
