@@ -627,6 +627,7 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
     if (e->kind == EVENT_TOKEN) job->thinks = tok_reply_thinks(session_reply(slot->s));
+    if (e->kind == EVENT_TOKEN) job->turn = *session_turn(slot->s);
     if (e->kind == EVENT_END) {
         job->cut = is_cut_short(job, e->end, n_calls);
         end_job(srv, slot, e);

@@ -200,7 +200,7 @@ ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
 ok "a chat is answered" is 200
 text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/plain"
 ok "with the text of the command line" same cli plain
-ok "which is cut" has out '"finish_reason":"length"'
+ok "which is cut, by max_tokens" has out '"finish_reason":"length","stop_reason":"max_tokens"}'
 ok "usage counts" has out '"completion_tokens":40'
 ok "timings are reported" has out '"predicted_per_second":'
 ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stream\":true,\"stream_options\":{\"include_usage\":true}}" -N
@@ -209,6 +209,13 @@ ok "a stream has the same text" same plain streamed
 ok "it ends in [DONE]" [ "$(grep -c '^data: \[DONE\]$' "$tmp/out")" -eq 1 ]
 ok "and reports the usage" has out '"choices":[],"usage":{"prompt_tokens":21'
 ok "of which most was cached" [ "$(number cached_tokens out)" -eq 20 ]
+for path in $chat /v1/completions /completion; do
+    ask $path "{$user,\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10,\"stream\":true,\"timings_per_token\":true}" -N
+    grep -oE '"predicted_n":[0-9]+' "$tmp/out" | sed 's/.*://' >"$tmp/a"
+    ok "$path: timings_per_token: of most tokens" [ "$(wc -l <"$tmp/a")" -ge 8 ]
+    ok "$path: timings_per_token: they count up to the end" [ "$(sort -n "$tmp/a" | tail -n 1)" -eq 10 ] && sort -nc "$tmp/a"
+    ok "$path: timings_per_token: times grow" sh -c "grep -oE '\"predicted_ms\":[0-9.e+-]+' '$tmp/out' | sed 's/.*://' | sort -gc"
+done
 ask /v1/completions "{\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10}"
 ok "a text is continued" grep -q '"text":"[^"]*[a-z]' "$tmp/out"
 text text out >"$tmp/a"
@@ -219,7 +226,7 @@ ask /v1/completions "{\"prompt\":[2,$ids],\"temperature\":0,\"max_tokens\":10}"
 text text out >"$tmp/b"
 ok "and from ids" same a b
 ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stop\":[\" fox\",\"zzz\"]}"
-ok "a stop string ends it" has out '"finish_reason":"stop"'
+ok "a stop string ends it, and is named" has out '"finish_reason":"stop","stop_reason":" fox"}'
 ok "before that text" has out '"content":"Once upon a time, there was a little"'
 ask $chat "{$user,\"max_tokens\":30,\"seed\":7}"
 text content out >"$tmp/a"
@@ -1335,7 +1342,7 @@ whole="2,$(ids "$sentence")" letters=2 rest=$sentence
 full="\"messages\":[{\"role\":\"user\",\"content\":\"$(words 'It rained.' 240)\"}],\"max_tokens\":32000"
 long_text='{"type":"json_schema","name":"x","schema":{"type":"string","minLength":2000}}'
 ask $chat "{$full,\"response_format\":$long_text}"
-ok "an answer that fills the context, and may be longer: length" has out '"finish_reason":"length"'
+ok "an answer that fills the context, and may be longer: length" has out '"finish_reason":"length","stop_reason":"context"}'
 ok "it has filled it" [ "$(number total_tokens out)" -eq 1025 ]
 ask /v1/messages "{$full,\"output_format\":$long_text}"
 ok "the same in Anthropic's words" has out '"stop_reason":"model_context_window_exceeded"'
