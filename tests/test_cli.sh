@@ -636,7 +636,12 @@ error "--nothing-like-it: unknown flag; try gemma4 bench --help" bench "$model" 
 error "--temp: expected a number from 0 to 1000, got ''" "$model" -p hi --temp=
 error "--raw: expected no value, got 'yes'" "$model" -p hi --raw=yes
 error "unexpected word 'hello' after the model" "$model" hello
+error "a text needs -p: gemma4 tokenize $model -p \"hello world\"" tokenize "$model" "hello world"
+error "unexpected word '8080' after the model $model; try gemma4 serve --help" serve "$model" 8080
 error "expected a model file, got an empty name" "" -p hi
+error "expected a model file; try gemma4 serve MODEL.gguf" serve
+error "expected a model file; try gemma4 quantize IN OUT.gguf TYPE" quantize
+error "there is no command 'llama-server'; type gemma4 serve MODEL.gguf" llama-server -m "$model"
 for flag in -f -md --grammar-file --tools; do
     error "$flag: expected a file name, got an empty one" "$model" -p hi $flag ""
 done
