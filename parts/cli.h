@@ -698,6 +698,11 @@ static TextList split_words(const char *flag, const char *text, const char *choi
     return list;
 }
 
+static bool has_test(const IntList *list) {            // 0: none
+    for (int i = 0; i < list->count; i++) if (list->n[i]) return true;
+    return false;
+}
+
 // Measures all combinations of the values of -t, -ctk, -ctv and -md. All threads are started already.
 static void run_bench(const Flags *f, const Ops *ops) {
     BenchOptions b = { .prompts = parse_list("-p", f->prompts, 512), .generated = parse_list("-n", f->generated, 128),
@@ -715,6 +720,8 @@ static void run_bench(const Flags *f, const Ops *ops) {
         b.pair_prompts.n[b.pair_prompts.count++] = pair.n[0];
         b.pair_generated.n[b.pair_generated.count++] = pair.n[1];
     }
+    if (!has_test(&b.prompts) && !has_test(&b.generated) && !has_test(&b.rows) && !b.pair_prompts.count)
+        die("bench: nothing to measure: -p and -n are 0; try -p 512 -n 128");
     const int n = threads.count * k.n * v.n * drafters.n;
     for (int i = 0; i < n; i++) {
         Flags one = *f;
