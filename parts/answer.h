@@ -8,9 +8,10 @@ static volatile sig_atomic_t interrupted;              // the number of the firs
 static Session *volatile answering;                    // the session that a signal cancels
 
 static void on_interrupt(int signal_number) {
-    if (interrupted) {                                 // the text so far was written; the terminal's mode is normal
+    if (interrupted) {                                 // the text so far was written
         const char *end = bar_shown ? "\r\033[K" : "";
         if (unfinished) unlink(unfinished);
+        if (restore_terminal) restore_terminal();
         if (write(2, end, strlen(end)) < 0) _exit(1);
         _exit(128 + signal_number);
     }

@@ -98,6 +98,7 @@ int finish_output(Output *o, int err);
 // ==== [2] Progress ==================================================================================================
 
 extern bool bar_shown;                                 // progress() has drawn a line and not erased it yet
+extern void (*restore_terminal)(void);                 // if not NULL, whoever calls _exit() calls it first
 
 // Columns of the terminal that a file descriptor is; 80 if it is none.
 int terminal_columns(int fd);
@@ -137,6 +138,7 @@ int chunk_size(int n_items, int grain);
 #ifdef BASE_IMPLEMENTATION
 
 bool bar_shown;
+void (*restore_terminal)(void);
 
 void die(const char *fmt, ...) {
     char line[4096];
@@ -148,6 +150,7 @@ void die(const char *fmt, ...) {
     for (char *c = line; *c; c++)                      // a value or a path may contain line breaks or terminal escapes
         if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
     fprintf(stderr, "%sgemma4: error: %s\n", bar_shown ? "\r\033[K" : "", line);
+    if (restore_terminal) restore_terminal();
     _exit(1);                                          // stdout is flushed already; the system frees the memory
 }
 
@@ -162,6 +165,7 @@ void on_lost_pages(int signal_number) {
     (void)signal_number;
     if (unfinished) unlink(unfinished);
     if (write(2, text + !bar_shown, sizeof text - 1 - !bar_shown) < 0) {}
+    if (restore_terminal) restore_terminal();
     _exit(1);
 }
 

@@ -472,7 +472,7 @@ static void bench_pairs(Bench *b, const BenchOptions *o) {
 
 static void print_bench_end(const Bench *b, Format format) {
     const double gib = 1 << 30, planned = (double)planned_memory(b->m), device = (double)device_memory(b);
-    if (format == FORMAT_JSON) printf("%s]\n", b->n_printed ? "\n" : "[");
+    if (format == FORMAT_JSON) printf("\n]\n");
     if (format == FORMAT_MD) {
         printf("\nMemory: %.3f GiB planned, %.3f GiB resident, which includes the mapped pages of the model file.\n",
                planned / gib, (double)resident_memory() / gib);

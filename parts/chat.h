@@ -413,7 +413,8 @@ static bool set_parameter(Chat *c, const char *line) {
         fprintf(stderr, "# %s is %.10g\n", name, v);
         return true;
     }
-    snprintf(c->err, sizeof c->err, "/set %s: expected temp, top-k, top-p, min-p, seed or n", name);
+    snprintf(c->err, sizeof c->err, "/set %s: expected temp, top-k, top-p, min-p, seed or n; /system TEXT sets the "
+             "system prompt", name);
     return false;
 }
 

@@ -54,12 +54,16 @@ __attribute__((noreturn)) static void die_no_verb(const char *word) {
 }
 
 // Dies because a second word follows the model and the verb does not take one.
-__attribute__((noreturn)) static void refuse_word(const char *model, const char *word) {
+__attribute__((noreturn)) static void refuse_word(Verb verb, const char *model, const char *word) {
+    const char *name = verb == GENERATE ? "" : verb_name(verb), *gap = *name ? " " : "";
     if (is_no_file(model)) die_no_verb(model);
     if (verb_named(word)) die("%s: expected the command before the model; try gemma4 %s %s", word, word, model);
     if (!access(word, F_OK))
         die("%s: a second model file; if it is the draft model of %s, type -md %s", word, model, word);
-    die("unexpected word '%s' after the model %s; a prompt needs -p: gemma4 %s -p \"%s ..\"", word, model, model, word);
+    if (!(verb & (GENERATE | TOKENIZE | LOGITS)))
+        die("unexpected word '%s' after the model %s; try gemma4 %s --help", word, model, name);
+    die("unexpected word '%s' after the model %s; a text needs -p: gemma4 %s%s%s -p \"%s%s\"", word, model, name, gap,
+        model, word, strchr(word, ' ') ? "" : " ..");
 }
 
 // Dies because no flag has this name.
@@ -126,7 +130,7 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             if (!f->model) f->model = word = arg;
             else if (f->verb == QUANTIZE && !f->target) f->target = arg;
             else if (f->verb == QUANTIZE && !f->type) f->type = arg;
-            else refuse_word(f->model, arg);
+            else refuse_word(f->verb, f->model, arg);
             continue;
         }
         if (!value && takes_next(flag, other, i + 1 < argc ? argv[i + 1] : NULL)) {
@@ -145,7 +149,7 @@ static void parse_flags(Flags *f, int argc, char **argv) {
         if (given[k] && !(flags[k].verbs & (int)f->verb)) refuse_flag(&flags[k], f->verb);
     if (f->model && !*f->model) die("expected a model file, got an empty name");
     if (word && is_no_file(word) && f->verb == GENERATE && !f->help) die_no_verb(word);
-    if (word && f->model != word) refuse_word(f->model, word);
+    if (word && f->model != word) refuse_word(f->verb, f->model, word);
     for (size_t k = 0; k < N_FOREIGN; k++)
         if (others[k].arg) take_foreign(f, &foreign[k], others[k].arg, others[k].value, note);
     if (*note) fprintf(stderr, "# not needed: %s\n", note);
@@ -617,6 +621,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     }
     if (s.api_key && !*s.api_key) die("%s: expected a key, got an empty one", key ? "--api-key-file" : "--api-key");
     check_origins(&s);
+    Server *srv = server_open(&s);
     o.n_seqs = (int)f->parallel;
     o.host_memory = s.cache_ram;
     s.drafting = drafting_of(f, ops, &o);
@@ -632,7 +637,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     print_plan(m);
     print_template(&tok);
     read_weights(m, f->check_tensors);
-    serve(m, &tok, &s);
+    serve(srv, m, &tok, &s);
     tok_free(&tok);
     free(key);
     model_close(m);
@@ -711,6 +716,11 @@ static TextList split_words(const char *flag, const char *text, const char *choi
     return list;
 }
 
+static bool has_test(const IntList *list) {            // 0: none
+    for (int i = 0; i < list->count; i++) if (list->n[i]) return true;
+    return false;
+}
+
 // Measures all combinations of the values of -t, -ctk, -ctv and -md. All threads are started already.
 static void run_bench(const Flags *f, const Ops *ops) {
     BenchOptions b = { .prompts = parse_list("-p", f->prompts, 512), .generated = parse_list("-n", f->generated, 128),
@@ -728,6 +738,8 @@ static void run_bench(const Flags *f, const Ops *ops) {
         b.pair_prompts.n[b.pair_prompts.count++] = pair.n[0];
         b.pair_generated.n[b.pair_generated.count++] = pair.n[1];
     }
+    if (!has_test(&b.prompts) && !has_test(&b.generated) && !has_test(&b.rows) && !b.pair_prompts.count)
+        die("bench: nothing to measure: -p and -n are 0; try -p 512 -n 128");
     const int n = threads.count * k.n * v.n * drafters.n;
     for (int i = 0; i < n; i++) {
         Flags one = *f;
@@ -826,6 +838,10 @@ static int command_line(int argc, char **argv) {
     const uint16_t one = 1;
     if (*(const uint8_t *)&one != 1) die("gemma4 needs a little-endian machine");
     if (!f.model && f.verb == VIEW) die("expected the folder of a dump; try gemma4 view DIR >page.html");
+    for (size_t k = 0; k < N_VERBS && !f.model; k++)
+        if (verbs[k].verb == f.verb)
+            die("expected a model file; try gemma4 %s %s, or gemma4 %s --help", verbs[k].name, verbs[k].arguments,
+                verbs[k].name);
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
     if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN | VIEW))) start_threads(threads_to_start(&f));
     if (run_file_verb(&f)) return 0;

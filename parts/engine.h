@@ -219,7 +219,7 @@ API Tokenizer *session_tokenizer(const Session *s);
 API const TokIds *session_held(const Session *s);                    // tokens that are in the cache
 API TokIds session_pending(const Session *s);                        // after an answer: tokens of the text that are not
 API const TokReply *session_reply(const Session *s);                 // the answer so far
-API Turn *session_turn(Session *s);                                  // statistics of the last answer
+API Turn *session_turn(Session *s);                                  // statistics of the last answer, so far
 API SessionState session_state(const Session *s);
 API const char *session_error(const Session *s);                     // why the last call of this session failed
 

@@ -79,8 +79,9 @@ struct Exchange {             // a request and its answer
     Job        *job;                   // its job
     TokText     original;              // the body before Api.convert
     GgufJson    asked;                 // the same, parsed
-    bool        include_usage, progress, one_call, forced, echo;     // forced: the answer has to be a call; echo: the
-                                                                     // prompt comes before it
+    bool        include_usage, progress, timed;        // timed: each event of a stream has the timings so far
+    bool        one_call, forced, echo;                // forced: the answer has to be a call; echo: the prompt comes
+                                                       // before it
     // a stream
     TokText     out;                   // bytes to send, from byte `at` on
     size_t      at;
@@ -232,6 +233,14 @@ static bool is_cut(const Job *job) {
 
 static const char *finish_text(const Job *job) {
     return is_cut(job) ? "length" : job->end == END_CALLS || job->n_calls ? "tool_calls" : "stop";
+}
+
+// Appends a finish_reason, and next to it what it does not say: the stop string, as in vLLM, or which limit ended it.
+static void put_finish(TokText *out, const Job *job) {
+    const char *why = job->end == END_LENGTH ? "max_tokens" : job->end == END_CONTEXT ? "context" :
+                      job->end == END_CANCELLED ? "time" : job->stop;
+    put(out, "'finish_reason':%s", finish_text(job));
+    if (why) put(out, ",'stop_reason':%s", why);
 }
 
 typedef struct {              // tokens and times of some answers
@@ -719,6 +728,7 @@ static void complete(Exchange *x, const Api *api) {
     x->include_usage = r.include_usage;
     x->one_call = r.one_call;
     x->progress = r.progress;
+    x->timed = r.timed;
     for (int i = 1; i < x->n_choices; i++) x->choices[i - 1].job->next = x->choices[i].job;
     if (!submit(srv, lead, &x->fault)) return;
     if (r.stream) {

@@ -482,17 +482,17 @@ static bool has_effect(const Foreign *other, const Flags *f) {
 // Words that other programs have in the place of a command, and what to type instead.
 static const struct { const char *names, *instead; } foreign_words[] = {
     { "run chat", "gemma4 MODEL.gguf for a chat, or gemma4 MODEL.gguf -p TEXT" },
-    { "generate cli completion complete", "gemma4 MODEL.gguf -p TEXT" },
+    { "generate cli completion complete llama-cli", "gemma4 MODEL.gguf -p TEXT" },
     { "help", "gemma4 --help, or gemma4 COMMAND --help" },
     { "version", "gemma4 --version" },
     { "pull list ls rm cp ps stop create push",
       "./run.sh --fetch for a list of models to download; models are files here" },
     { "show info", "gemma4 plan MODEL.gguf" },
-    { "server api", "gemma4 serve MODEL.gguf" },
-    { "perplexity", "gemma4 ppl MODEL.gguf -f FILE" },
-    { "convert quantise", "gemma4 quantize IN OUT.gguf TYPE" },
-    { "benchmark", "gemma4 bench MODEL.gguf" },
-    { "llama-cli llama-server llama-bench ollama", "gemma4 --help for the list of commands" },
+    { "server api llama-server", "gemma4 serve MODEL.gguf" },
+    { "perplexity llama-perplexity", "gemma4 ppl MODEL.gguf -f FILE" },
+    { "convert quantise llama-quantize", "gemma4 quantize IN OUT.gguf TYPE" },
+    { "benchmark llama-bench", "gemma4 bench MODEL.gguf" },
+    { "ollama vllm", "gemma4 --help for the list of commands" },
 };
 
 // ==== [3] Names =====================================================================================================

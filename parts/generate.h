@@ -220,11 +220,21 @@ static bool chunk_is_free(const Model *m, int chunk) {
     return chunk <= STEP_ROWS || (m->ops->exact_prompts && !o->pflash && !o->tail);
 }
 
+static void set_times(Session *s) {                    // of an answer, up to now
+    s->turn.prompt_seconds = (s->turn.made ? s->first_token : seconds()) - s->started;
+    s->turn.decode_seconds = s->turn.made ? seconds() - s->first_token : 0;
+}
+
 static Model *session_model(const Session *s) { return s->m; }
 static Tokenizer *session_tokenizer(const Session *s) { return s->t; }
 static const TokIds *session_held(const Session *s) { return &s->held; }
 static const TokReply *session_reply(const Session *s) { return &s->reply; }
-static Turn *session_turn(Session *s) { return &s->turn; }
+
+static Turn *session_turn(Session *s) {
+    if (s->answering) set_times(s);
+    return &s->turn;
+}
+
 static const char *session_error(const Session *s) { return s->err; }
 
 static void session_set_budget(Session *s, int chunk, double work) {
@@ -519,8 +529,7 @@ static void tell_end(Session *s, Event *e) {
     s->turn.stop = s->stops.hit;
     s->turn.thought_tokens = s->thought_tokens;
     s->turn.loop = loop_of(s->held.ids + (int)s->held.n - made, made);
-    s->turn.prompt_seconds = (s->turn.made ? s->first_token : seconds()) - s->started;
-    s->turn.decode_seconds = s->turn.made ? seconds() - s->first_token : 0;
+    set_times(s);
     s->answering = false;
 }
 

@@ -197,7 +197,7 @@ static void adapt_line(void) {
 typedef enum { LINE_TEXT, LINE_END, LINE_INTERRUPTED } LineKind;
 
 static volatile sig_atomic_t resized, continued;       // by SIGWINCH, by SIGCONT
-static struct termios usual;                           // the terminal's settings before the line
+static struct termios usual;                           // the terminal's settings before the first line
 
 static void on_terminal(int signal_number) {
     if (signal_number == SIGWINCH) resized = 1;
@@ -218,7 +218,8 @@ static bool set_driver_utf8(bool on) {
     return false;
 }
 
-// While a line is edited, keys arrive one by one, and pasted text is marked. Ctrl-C and Ctrl-Z stay signals.
+// From the first line on keys arrive one by one and are not shown, and pasted text is marked; Ctrl-C and Ctrl-Z stay
+// signals. So what is typed during an answer, also Ctrl-D, waits for the next line, and does not mix with the answer.
 static void begin_keys(void) {
     struct termios t = usual;
     t.c_lflag &= ~(tcflag_t)(ICANON | ECHO | IEXTEN);
@@ -610,7 +611,6 @@ static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText
     free(sought);
     edit.at = edit.text.n;
     draw_line();
-    end_keys();
     if (key == INPUT_INTERRUPTED) return LINE_INTERRUPTED;
     if (key == KEY_CTRL('D') || (key == INPUT_END && !edit.text.n)) return LINE_END;
     fputs("\r\n", stderr);
@@ -648,7 +648,7 @@ static LineKind read_line(const char *prompt, TokText *line) {
     sigprocmask(SIG_BLOCK, &blocked, &before);
     interrupted = 0;
     fflush(stderr);
-    if (edits_lines && !tcgetattr(0, &usual)) {
+    if (edits_lines) {
         kind = edit_line(prompt, &before, line);
     } else {
         const bool changed = set_driver_utf8(true);
@@ -665,8 +665,13 @@ static LineKind read_line(const char *prompt, TokText *line) {
 static void open_lines(const char *path, const char *(*words)(size_t i)) {
     const struct sigaction act = { .sa_handler = on_terminal, .sa_flags = (int)SA_RESTART };
     const bool utf8 = use_utf8();
-    edits_lines = utf8 && isatty(0) && obeys_escapes(2);
+    edits_lines = utf8 && isatty(0) && obeys_escapes(2) && !tcgetattr(0, &usual);
     completed_word = words;
+    if (edits_lines) {
+        restore_terminal = end_keys;
+        atexit(end_keys);
+        begin_keys();
+    }
     if (path) load_history(path);
     if (edits_lines) sigaction(SIGWINCH, &act, NULL), sigaction(SIGCONT, &act, NULL);
     if (!utf8 && isatty(0)) fprintf(stderr, "# no line editing: this system has no UTF-8 locale\n");

@@ -30,10 +30,18 @@ static void put_new_likely(Exchange *x) {              // of tokens that no even
     x->choice->n_likely = x->job->n_likely;
 }
 
+static void put_event_end(Exchange *x) {
+    const bool timed = x->timed && x->job->turn.made;
+    if (timed) put(&x->out, ",");
+    if (timed) put_timings(&x->out, x);
+    put(&x->out, "}\n\n");
+}
+
 static void chunk_end(Exchange *x, bool likely) {
     put(&x->out, "}");
     if (likely) put_new_likely(x);
-    put(&x->out, ",'finish_reason':null}]}\n\n");
+    put(&x->out, ",'finish_reason':null}]");
+    put_event_end(x);
 }
 
 static void chat_begin(Exchange *x) {                  // an answer that has to be a call has no text, not an empty one
@@ -78,7 +86,9 @@ static void done_marker(Exchange *x) { put(&x->out, "data: [DONE]\n\n"); }
 
 // The last events of both kinds of completion: usage has an event of its own, if it was requested.
 static void completion_end(Exchange *x, const char *object) {
-    put(&x->out, ",'finish_reason':%s}]", finish_text(x->job));
+    put(&x->out, ",");
+    put_finish(&x->out, x->job);
+    put(&x->out, "}]");
     if (x->ended) put(&x->out, ",");
     if (x->ended) put_timings(&x->out, x);
     put(&x->out, "}\n\n");
@@ -114,7 +124,9 @@ static void chat_choice(Exchange *x, TokText *out) {
     put(out, "},'logprobs':");
     if (job->n_top >= 0) put_logprobs(out, x, 0);
     else put(out, "null");
-    put(out, ",'finish_reason':%s}", finish_text(job));
+    put(out, ",");
+    put_finish(out, job);
+    put(out, "}");
 }
 
 // Appends the choices in order.
@@ -283,7 +295,7 @@ static bool take_begun(const Request *r, Fault *f, Begun *b, TokChat *chat) {
 // Fields without effect, which need no word in the log.
 static const char *const chat_fields[] = {
     "model", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "verbosity", "timings_per_token", "reasoning_format", "samplers", NULL
+    "verbosity", "reasoning_format", "samplers", NULL
 };
 
 // Makes the prompt of a conversation. A later prompt begins with it up to the cue.
@@ -438,7 +450,8 @@ static void plain_text(Exchange *x, TokStr thought, TokStr content) {
     put_head(&x->out, x, "text_completion");
     put(&x->out, ",'choices':[");
     put_plain(x, &x->out, content, (size_t)(content.s - x->job->content.s) + content.n);
-    put(&x->out, ",'finish_reason':null}]}\n\n");
+    put(&x->out, ",'finish_reason':null}]");
+    put_event_end(x);
 }
 
 static void plain_call(Exchange *x, int i) { (void)x, (void)i; }
@@ -453,7 +466,9 @@ static void plain_end(Exchange *x) {
 
 static void plain_choice(Exchange *x, TokText *out) {
     put_plain(x, out, text_of(&x->job->content), x->job->content.n);
-    put(out, ",'finish_reason':%s}", finish_text(x->job));
+    put(out, ",");
+    put_finish(out, x->job);
+    put(out, "}");
 }
 
 static void plain_whole(Exchange *x, TokText *out) { put_completion(x, out, "text_completion", plain_choice); }
@@ -526,8 +541,9 @@ static void native_begin(Exchange *x) { (void)x; }
 
 static void native_text(Exchange *x, TokStr thought, TokStr content) {
     (void)thought;
-    if (content.n)
-        put(&x->out, "data: {'index':%d,'content':%t,'tokens':[],'stop':false}\n\n", x->choice->index, content);
+    if (!content.n) return;
+    put(&x->out, "data: {'index':%d,'content':%t,'tokens':[],'stop':false", x->choice->index, content);
+    put_event_end(x);
 }
 
 static void put_native(Exchange *x, TokText *out, TokStr content) {

@@ -106,7 +106,7 @@ typedef struct {
     double   max_tokens, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logprobs;
     double   think_budget, n, best_of; // NAN: not given
     double   other;                    // of features that do not exist: only the value without effect is accepted
-    bool     stream, progress, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
+    bool     stream, progress, timed, no_cache, ignore_eos, echo, add_special, parse_special, with_pieces, no_cue;
     bool     one_call;                 // parallel_tool_calls: false
     bool     cue, continues;           // add_generation_prompt and continue_final_message: true
     bool     include_usage, think;     // derived
@@ -142,6 +142,7 @@ static const struct { const char *name; FieldKind kind; size_t at; double min, m
     { "reasoning_budget", IS_INT, AT(think_budget), -1, INT_MAX },
     { "parallel_tool_calls", IS_FALSE, AT(one_call), 0, 0 },
     { "stream", IS_TRUE, AT(stream), 0, 0 }, { "return_progress", IS_TRUE, AT(progress), 0, 0 },
+    { "timings_per_token", IS_TRUE, AT(timed), 0, 0 },
     { "cache_prompt", IS_FALSE, AT(no_cache), 0, 0 }, { "ignore_eos", IS_TRUE, AT(ignore_eos), 0, 0 },
     { "echo", IS_TRUE, AT(echo), 0, 0 }, { "add_special", IS_TRUE, AT(add_special), 0, 0 },
     { "parse_special", IS_TRUE, AT(parse_special), 0, 0 }, { "with_pieces", IS_TRUE, AT(with_pieces), 0, 0 },

@@ -141,6 +141,9 @@ typedef struct {
     Tokenizer      *t;
     GrammarVocab    vocab;
     ServeOptions    o;
+    struct MHD_Daemon *daemon;
+    char            address[128];      // http://HOST:PORT
+    atomic_bool     ready;             // the model is loaded; until then m, t and what follows from them are not set
     char            name[128];         // of the model
     int64_t         created;           // time() of the start
     uint64_t        salt;              // so that ids of this run differ from those of others
@@ -624,6 +627,7 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
     if (e->kind == EVENT_TOKEN) job->thinks = tok_reply_thinks(session_reply(slot->s));
+    if (e->kind == EVENT_TOKEN) job->turn = *session_turn(slot->s);
     if (e->kind == EVENT_END) {
         job->cut = is_cut_short(job, e->end, n_calls);
         end_job(srv, slot, e);

@@ -18,7 +18,9 @@ static void need_http(void) {
         "(Fedora) or libmicrohttpd (Arch, Homebrew) and pkg-config, then run make again");
 }
 static void check_origins(const ServeOptions *o) { (void)o; }
-static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (void)t, (void)o; }
+typedef struct Server Server;
+static Server *server_open(const ServeOptions *o) { return (void)o, NULL; }
+static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) { (void)srv, (void)m, (void)t, (void)o; }
 #else
 #include <arpa/inet.h>
 #include <ctype.h>
@@ -36,8 +38,9 @@ static void route_health(Exchange *x) {
     pthread_mutex_lock(&x->srv->lock);
     const bool draining = x->srv->draining;
     pthread_mutex_unlock(&x->srv->lock);
-    put(&out, "{'status':%s}", draining ? "draining" : "ok");
-    respond(x, draining ? 503 : 200, "application/json", &out);
+    const bool ready = atomic_load(&x->srv->ready);
+    put(&out, "{'status':%s}", !ready ? "loading" : draining ? "draining" : "ok");
+    respond(x, !ready || draining ? 503 : 200, "application/json", &out);
 }
 
 static void put_model(TokText *out, const Server *srv, bool anthropic) {
@@ -467,6 +470,8 @@ static bool check_route(Exchange *x, const char *url) {
     if (asks_for_methods(x)) return true;
     if (x->route->method && strcmp(x->route->method, strcmp(x->method, "HEAD") ? x->method : "GET"))
         return refuse(&x->fault, 405, "", "%s: expected method %s", x->route->path, x->route->method);
+    if (!x->route->open && !atomic_load(&x->srv->ready))
+        return refuse(&x->fault, 503, "", "the model is loading; try again later");
     return true;
 }
 
@@ -503,8 +508,7 @@ static const Endpoint preflight = { "OPTIONS", "preflight", route_preflight, tru
 
 static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url) {
     Exchange *x = alloc_or_die(1, sizeof *x);
-    *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .created = (size_t)time(NULL),
-                     .t = *srv->t };
+    *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .created = (size_t)time(NULL) };
     pthread_mutex_lock(&srv->lock);
     srv->n_open++;
     set_quiet(connection, INFINITY);
@@ -513,6 +517,7 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     find_route(x, method, url);
     if (is_preflight(x)) x->route = &preflight;
     if (check_caller(x)) check_route(x, url);          // others do not learn which paths exist
+    if (atomic_load(&srv->ready)) x->t = *srv->t;
     const char *length = header(x, "Content-Length");
     if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
     return x;
@@ -605,32 +610,86 @@ static bool is_loopback(const struct sockaddr *a) {
     return ntohl(((const struct sockaddr_in *)in)->sin_addr.s_addr) >> 24 == 127;
 }
 
-// Listens where the options say, and reports the address.
+// A socket bound to an address; -1: errno says why not.
+static int bind_to(const struct addrinfo *a) {
+    const int on = 1, fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0) return -1;
+    if (!setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) && !bind(fd, a->ai_addr, a->ai_addrlen)) return fd;
+    const int err = errno;
+    close(fd);
+    errno = err;
+    return -1;
+}
+
+static struct addrinfo *find_address(const char *name, int port) {
+    const struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE | AI_NUMERICSERV };
+    struct addrinfo *a;
+    char digits[16];
+    snprintf(digits, sizeof digits, "%d", port);
+    const int err = getaddrinfo(name, digits, &hints, &a);
+    if (err) die("--host: %s: %s", name, gai_strerror(err));
+    return a;
+}
+
+// The first port after this one that a server could have now; 0: none of the next 100.
+static int next_free_port(const char *name, int port) {
+    for (int next = port + 1; next <= min_int(port + 100, 65535); next++) {
+        struct addrinfo *a = find_address(name, next);
+        const int fd = bind_to(a);
+        freeaddrinfo(a);
+        if (fd >= 0) close(fd);
+        if (fd >= 0) return next;
+    }
+    return 0;
+}
+
+// Listens where the options say.
 static int listen_at(Server *srv) {
     const ServeOptions *o = &srv->o;
-    struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE | AI_NUMERICSERV }, *a;
     char port[16], host[64];
     struct sockaddr_storage bound;
     socklen_t n = sizeof bound;
-    const int on = 1;
-    snprintf(port, sizeof port, "%d", o->port);
-    const int err = getaddrinfo(o->host, port, &hints, &a);
-    if (err) die("--host: %s: %s", o->host, gai_strerror(err));
-    const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) || bind(fd, a->ai_addr, a->ai_addrlen) ||
-        listen(fd, 128) || getsockname(fd, (struct sockaddr *)&bound, &n) ||
+    struct addrinfo *a = find_address(o->host, o->port);
+    const int fd = bind_to(a);
+    if (fd < 0 && errno == EADDRINUSE) {
+        const int next = next_free_port(o->host, o->port);
+        die("--port: %d is in use; try --port %d", o->port, next);       // 0: any free one
+    }
+    if (fd < 0 || listen(fd, 128) || getsockname(fd, (struct sockaddr *)&bound, &n) ||
         getnameinfo((struct sockaddr *)&bound, n, host, sizeof host, port, sizeof port,
                     NI_NUMERICHOST | NI_NUMERICSERV))
         die("--port: %s:%d: %s", o->host, o->port, strerror(errno));
     freeaddrinfo(a);
     srv->loopback = is_loopback((struct sockaddr *)&bound);
+    snprintf(srv->address, sizeof srv->address, strchr(host, ':') ? "http://[%s]:%s" : "http://%s:%s", host, port);
     if (!srv->loopback && !o->api_key)
         fprintf(stderr, "# warning: --host %s is open to the network and no --api-key is set\n", host);
     if (o->public_url) fprintf(stderr, "# public address: %s\n", o->public_url);
     for (int i = 0; i < o->origins.n; i++)
         if (is_any(o->origins.text[i])) fprintf(stderr, "# warning: --allow-origin *: any web page may use the API\n");
-    fprintf(stderr, strchr(host, ':') ? "# serving at http://[%s]:%s\n" : "# serving at http://%s:%s\n", host, port);
     return fd;
+}
+
+// Takes the address before the model is loaded, which may take minutes, so that an address in use is an error at once.
+// Until serve() the page is served, /health answers "loading", and all else is refused by a 503. The caller passes the
+// server to serve(), once. Dies if there is no such address.
+static Server *server_open(const ServeOptions *o) {
+    Server *srv = alloc_or_die(1, sizeof *srv);
+    *srv = (Server){ .o = *o, .created = time(NULL) };
+    pthread_mutex_init(&srv->lock, NULL);
+    srv->last = &srv->first;
+    if (getrandom(&srv->salt, sizeof srv->salt, 0) != sizeof srv->salt) srv->salt = (uint64_t)time(NULL);
+    make_page();
+    sem_init(&wake, 0, 0);
+    signal(SIGPIPE, SIG_IGN);
+    srv->daemon = MHD_start_daemon(
+        MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
+        on_request, srv, MHD_OPTION_LISTEN_SOCKET, listen_at(srv), MHD_OPTION_CONNECTION_LIMIT,
+        (unsigned)MAX_CONNECTIONS, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE,
+        (size_t)1 << 20, MHD_OPTION_NOTIFY_COMPLETED, on_completed, srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection,
+        srv, MHD_OPTION_END);
+    if (!srv->daemon) die("--port: libmicrohttpd could not start a server");
+    return srv;
 }
 
 static void name_model(Server *srv) {
@@ -656,61 +715,59 @@ static void open_store(Server *srv) {
     store_open(&srv->store, srv->slots[0].s, o->session_dir, room, o->session_disk);
 }
 
-// Serves until SIGTERM or SIGINT.
-static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
-    Server srv = { .m = m, .t = t, .o = *o, .created = time(NULL), .lock = PTHREAD_MUTEX_INITIALIZER };
-    const int n_seqs = n_slots(&srv);
-    srv.last = &srv.first;
-    srv.slots = alloc_or_die((size_t)n_seqs, sizeof *srv.slots);
-    srv.logits = alloc_or_die((size_t)model_shape(m).vocab, sizeof *srv.logits);
-    srv.replays = alloc_or_die(REPLAYS, sizeof *srv.replays);
-    if (!grammar_vocab_init(&srv.vocab, t)) die("out of memory for the token tree of the grammar");
+// Waits for the end of answers that are being sent, and closes all connections.
+static void close_connections(Server *srv) {
+    for (int open = 1, k = 0; open && k < 500; k++) {
+        pthread_mutex_lock(&srv->lock);
+        open = srv->n_open;
+        pthread_mutex_unlock(&srv->lock);
+        if (open) usleep(10000);
+    }
+    MHD_stop_daemon(srv->daemon);
+}
+
+// Serves until SIGTERM or SIGINT, and frees the server. o: what server_open() got, now with sampling and drafting,
+// which depend on the model.
+static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) {
+    srv->m = m, srv->t = t;
+    srv->o.sampling = o->sampling;
+    srv->o.drafting = o->drafting;
+    const int n_seqs = n_slots(srv);
+    srv->slots = alloc_or_die((size_t)n_seqs, sizeof *srv->slots);
+    srv->logits = alloc_or_die((size_t)model_shape(m).vocab, sizeof *srv->logits);
+    srv->replays = alloc_or_die(REPLAYS, sizeof *srv->replays);
+    if (!grammar_vocab_init(&srv->vocab, t)) die("out of memory for the token tree of the grammar");
     measure_pace(m, t, &o->drafting);
-    for (int i = 0; i < n_seqs; i++) srv.slots[i].s = session_open(m, t, i);
-    srv.chunk = o->chunk ? o->chunk : model_options(m)->n_batch;
-    srv.by_rows = chunk_is_free(m, srv.chunk);
-    srv.share = srv.by_rows ? share_of(min_int(SHARE_LEAST, srv.chunk), srv.chunk) : share_of(1, INFINITY);
-    open_store(&srv);
-    if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
-    name_model(&srv);
-    make_page();
-    sem_init(&wake, 0, 0);
+    for (int i = 0; i < n_seqs; i++) srv->slots[i].s = session_open(m, t, i);
+    srv->chunk = o->chunk ? o->chunk : model_options(m)->n_batch;
+    srv->by_rows = chunk_is_free(m, srv->chunk);
+    srv->share = srv->by_rows ? share_of(min_int(SHARE_LEAST, srv->chunk), srv->chunk) : share_of(1, INFINITY);
+    open_store(srv);
+    name_model(srv);
     const struct sigaction act = { .sa_handler = on_stop, .sa_flags = (int)SA_RESTART };
     sigaction(SIGTERM, &act, NULL);
     sigaction(SIGINT, &act, NULL);
-    signal(SIGPIPE, SIG_IGN);
-    const int fd = listen_at(&srv);
-    struct MHD_Daemon *d = MHD_start_daemon(
-        MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
-        on_request, &srv, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT, (unsigned)MAX_CONNECTIONS,
-        MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20,
-        MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv,
-        MHD_OPTION_END);
-    if (!d) die("--port: libmicrohttpd could not start a server");
-    run_engine(&srv);
-    for (int open = 1, k = 0; open && k < 500; k++) {  // the last answers are still being sent
-        pthread_mutex_lock(&srv.lock);
-        open = srv.n_open;
-        pthread_mutex_unlock(&srv.lock);
-        if (open) usleep(10000);
-    }
-    MHD_stop_daemon(d);
+    atomic_store(&srv->ready, true);
+    fprintf(stderr, "# serving at %s\n", srv->address);
+    run_engine(srv);
+    close_connections(srv);
     for (int i = 0; i < n_seqs && o->session_dir; i++) {             // the most recently used one last
-        Slot *slot = oldest_slot(&srv);
-        park(&srv, slot, 0);
+        Slot *slot = oldest_slot(srv);
+        park(srv, slot, 0);
         slot->used = INT64_MAX;
     }
-    store_close(&srv.store);
-    for (int i = 0; i < n_seqs; i++) session_close(srv.slots[i].s);
-    grammar_vocab_free(&srv.vocab);
-    free(srv.slots);
-    free(srv.logits);
-    recent_free(&srv.items);
-    recent_free(&srv.responses);
-    for (int i = 0; i < REPLAYS; i++) tok_ids_free(&srv.replays[i].ids);
-    free(srv.replays);
-    fprintf(stderr, "# stopped: %" PRIu64 " requests answered, %" PRIu64 " tokens generated\n", srv.totals.jobs,
-            srv.totals.made);
+    store_close(&srv->store);
+    for (int i = 0; i < n_seqs; i++) session_close(srv->slots[i].s);
+    grammar_vocab_free(&srv->vocab);
+    free(srv->slots);
+    free(srv->logits);
+    recent_free(&srv->items);
+    recent_free(&srv->responses);
+    for (int i = 0; i < REPLAYS; i++) tok_ids_free(&srv->replays[i].ids);
+    free(srv->replays);
+    fprintf(stderr, "# stopped: %" PRIu64 " requests answered, %" PRIu64 " tokens generated\n", srv->totals.jobs,
+            srv->totals.made);
+    free(srv);
 }
 
 #endif

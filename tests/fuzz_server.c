@@ -18,7 +18,7 @@ static void set_up(void) {
     m.options.n_ctx = 1 << 20;
     m.options.n_seqs = 1;
     srv = (Server){ .m = &m, .t = &t, .o = { .max_queue = 1, .timeout = 1, .n_predict = -1, .think_budget = -1 },
-                    .lock = PTHREAD_MUTEX_INITIALIZER, .replays = alloc_or_die(REPLAYS, sizeof(Replay)) };
+                    .ready = true, .lock = PTHREAD_MUTEX_INITIALIZER, .replays = alloc_or_die(REPLAYS, sizeof(Replay)) };
     NEED(grammar_vocab_init(&srv.vocab, &t));
     recent_add(&srv.items, "r", "", str("{\"type\":\"message\",\"role\":\"assistant\",\"content\":\"a\"}"));
     recent_add(&srv.responses, "resp_w", "", str("{\"role\":\"user\",\"content\":\"a\"}"));

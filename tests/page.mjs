@@ -38,14 +38,15 @@ async function newContext(options = {}) {
 // In the page: window.stub answers requests for a completion while stub.on is true.
 function stub() {
     const real = window.fetch, encoder = new TextEncoder();
-    const event = (delta, end = null) => `data: ${JSON.stringify({ choices: [{ index: 0, delta, finish_reason: end }] })}\n\n`;
+    const event = (delta, finish_reason = null, stop_reason) =>
+        `data: ${JSON.stringify({ choices: [{ index: 0, delta, finish_reason, stop_reason }] })}\n\n`;
     let out;
     const s = window.stub = {
         on: false, bodies: [], status: 200,
         raw: text => out.enqueue(encoder.encode(text)),
         say: content => s.raw(event({ content })),
         think: reasoning_content => s.raw(event({ reasoning_content })),
-        end: (why = 'stop') => { s.raw(`${event({}, why)}data: [DONE]\n\n`); out.close(); },
+        end: (finish = 'stop', why) => { s.raw(`${event({}, finish, why)}data: [DONE]\n\n`); out.close(); },
         cut: () => out.error(new TypeError('network error')),
     };
     window.fetch = (path, options) => {
@@ -84,7 +85,7 @@ async function until(what) {
 const saw = (page, f, arg) => page.waitForFunction(f, arg).then(() => true, () => false);
 const stubbed = page => page.evaluate(() => { stub.on = true; });
 const say = (page, text) => page.evaluate(t => stub.say(t), text);
-const end = async (page, why) => { await page.evaluate(w => stub.end(w), why); await idle(page); };
+const end = async (page, ...why) => { await page.evaluate(w => stub.end(...w), why); await idle(page); };
 const asks = (page, n) => page.waitForFunction(k => stub.bodies.length === k, n);
 const shot = async (page, name) => { if (process.env.SHOTS) await page.screenshot({ path: `${process.env.SHOTS}/${name}.png` }); };
 
@@ -152,6 +153,18 @@ await group('server', async () => {
     const [, first] = await shown(page);
     check('an answer', /^Once upon a time/.test(first), first);
     check('why it ended', /reached the maximum tokens/.test(await page.innerText('#log')));
+    await page.evaluate(() => { current.settings.stop = ' a \n little'; });
+    await tool(page, 'Regenerate').click();
+    await has(page, 'Ended at the stop string " a ".');
+    passed++;
+    await page.evaluate(() => { delete current.settings.stop; current.settings.grammar = 'root ::= "from a " ("grammar" | "list")'; });
+    await idle(page);
+    await tool(page, 'Regenerate').click();
+    await has(page, '3/3');
+    await idle(page);
+    check('a grammar', /^from a (grammar|list)$/.test((await shown(page))[1]), await shown(page));
+    await page.evaluate(() => { delete current.settings.grammar; });
+    for (let i = 0; i < 2; i++) await tool(page, 'Previous version').click();
     check('figures', /12 tokens, .* tok\/s .*context \d+ of 8,192/.test(await page.innerText('#log')), await page.innerText('#log'));
     await tool(page, 'Continue').click();
     await idle(page);
@@ -159,7 +172,7 @@ await group('server', async () => {
     check('Continue makes it longer', longer.startsWith(first) && longer.length > first.length + 10 && !more.length, longer);
     await page.evaluate(() => { current.settings.max_tokens = 24; });
     await tool(page, 'Regenerate').click();
-    await has(page, '2/2');
+    await has(page, '4/4');
     await idle(page);
     same('Continue went on as the model does', (await shown(page))[1], longer);
     await page.evaluate(() => { current.settings.max_tokens = 7000; current.settings.seed = 1; current.settings.temperature = 1; });
@@ -168,7 +181,7 @@ await group('server', async () => {
         window.fetch = (path, o) => real(path, o?.body ? { ...o, body: o.body.replace('{', '{"ignore_eos":true,') } : o);
     });
     await tool(page, 'Regenerate').click();
-    await has(page, 'Answering');
+    check('how fast it is, exactly', await saw(page, () => /Answering: [\d,]+ tokens, [\d.]+ tok\/s/.test($('log').innerText)));
     await page.keyboard.press('Escape');
     await idle(page);
     check('Escape stops', (await page.innerText('article:last-of-type')).includes('Stopped.'));
@@ -498,16 +511,15 @@ await group('reload', async () => {
 });
 
 await group('store', async () => {
-    const context = await newContext(), page = await context.newPage();
-    await page.route(url, r => r.fulfill({ contentType: 'text/html', body: 'empty' }), { times: 1 });
-    await page.goto(url);
+    const context = await newContext(), page = await newPage(context);
     const old = { id: 'old1', title: 'An old one', changed: 5, settings: { temperature: 0 }, messages: [{ role: 'user', content: 'before' },
-        { role: 'assistant', content: 'then', thought: 'hm', note: 'Stopped.' }] };
-    await page.evaluate(chat => localStorage.setItem('gemma4.chat.old1', JSON.stringify(chat)), old);
-    await open(page, `${url}index.html#old1`);
-    page.on('dialog', d => d.accept());
-    const left = await page.evaluate(() => Object.keys(localStorage).filter(k => k.includes('chat')));
-    same('what localStorage had is taken over', [await shown(page), left], [['before', 'then'], []]);
+        { role: 'assistant', content: 'then', thought: 'hm' }] };
+    const take = (name, value) => page.setInputFiles('#import-file',
+        { name, mimeType: 'application/json', buffer: Buffer.from(JSON.stringify(value)) });
+    await take('old.json', old);
+    await page.waitForFunction(() => chats.has('old1'));
+    await page.evaluate(() => go(chats.get('old1')));
+    same('what is imported is shown', await shown(page), ['before', 'then']);
     await page.evaluate(() => {
         stub.on = true;
         current.draft.files = [{ name: 'big.txt', text: 'word '.repeat(1.2e6) }];
@@ -519,8 +531,6 @@ await group('store', async () => {
     const [download] = await Promise.all([page.waitForEvent('download'), page.click('#export-all')]);
     const all = () => page.evaluate(() => recordsOf('messages', 'old1').then(list => list.map(m =>
         [m.id, m.parent, m.at, m.role, m.content, m.thought, m.end, (m.files || []).map(f => f.text.length)])));
-    const take = (name, value) => page.setInputFiles('#import-file',
-        { name, mimeType: 'application/json', buffer: Buffer.from(JSON.stringify(value)) });
     const saved = await download.path(), before = await all();
     check('more than 5 MB are stored', before.some(m => m[7][0] === 6e6), before);
     await page.locator('#list li').first().hover();
@@ -563,7 +573,10 @@ await group('reading', async () => {
     await asks(page, 1);
     await page.evaluate(() => { stub.think('thinking about it'); stub.say('A paragraph of words that is long enough.\n\n'.repeat(60)); });
     await page.waitForFunction(() => document.querySelectorAll('.content p').length > 50);
-    check('the end is followed', await page.evaluate(() => atEnd()));
+    check('the end is followed', await page.evaluate(() => atEnd()) && !await page.isVisible('#down'));
+    await page.evaluate(() => { $('main').scrollTop = 0; });
+    await page.click('#down');
+    check('a button leads to the end', await page.evaluate(() => atEnd()) && await page.locator('#down').isHidden());
     await page.evaluate(() => { $('main').scrollTop = 0; });
     await page.locator('article summary').last().click();
     await page.evaluate(() => getSelection().selectAllChildren(document.querySelector('article.assistant .content p')));
@@ -577,6 +590,14 @@ await group('reading', async () => {
     same('during an answer: place, thoughts, selection stay', await state(), [0, true, 'last']);
     await end(page);
     same('after it too', await state(), [0, true, 'last']);
+    for (const [why, note] of [['context', 'the context is full'], ['time', 'time limit (--timeout)'], ['max_tokens', 'maximum tokens']]) {
+        const n = await page.evaluate(() => stub.bodies.length);
+        await tool(page, 'Regenerate').click();
+        await asks(page, n + 1);
+        await say(page, why);
+        await end(page, 'length', why);
+        check(`cut by ${why}`, (await page.innerText('article:last-of-type')).includes(note), await page.innerText('article:last-of-type'));
+    }
 
     const lines = Array.from({ length: 4000 }, (_, i) => `const variable_${i} = compute(${i}, "some string");\n`);
     const big = { code: ['```js\n' + lines.join('') + '```', 'pre span span', 16000],
@@ -681,12 +702,14 @@ await group('doing', async () => {
     await page.selectOption('[name=think]', 'off');
     await page.fill('[name=stop]', 'END\n\\n\\n');
     await page.fill('[name=logit_bias]', '{"5": -1}');
+    await page.fill('[name=grammar]', 'root ::= "a"');
     await page.fill('[name=schema]', '{"type": "object"');
     await page.fill('[name=top_p]', '5');
     await page.click('#settings .main');
     check('a number that cannot be is refused', await page.isVisible('#settings'));
     await page.fill('[name=top_p]', '0.5');
     await page.click('#settings .main');
+    await page.waitForFunction(() => current.settings.schema);
     await send(page, 'with settings');
     await has(page, 'JSON schema in the settings is not JSON');
     passed++;
@@ -702,8 +725,8 @@ await group('doing', async () => {
     await end(page);
     const body = await page.evaluate(() => stub.bodies.at(-1));
     same('settings are sent', Object.fromEntries(Object.keys(numbers).map(n => [n, body[n]])), numbers);
-    same('words too', [body.messages[0], body.stop, body.logit_bias, body.response_format.schema, body.chat_template_kwargs],
-        [{ role: 'system', content: 'Be brief.' }, ['END', '\n\n'], { 5: -1 }, { type: 'object' }, { enable_thinking: false }]);
+    same('words too', [body.messages[0], body.stop, body.logit_bias, body.response_format.schema, body.grammar, body.chat_template_kwargs],
+        [{ role: 'system', content: 'Be brief.' }, ['END', '\n\n'], { 5: -1 }, { type: 'object' }, 'root ::= "a"', { enable_thinking: false }]);
     await page.reload();
     await ready(page);
     await page.click('#open-settings');
@@ -745,6 +768,10 @@ await group('keyboard', async () => {
 // ---- where it is served ----
 await group('places', async () => {
     const context = await newContext(), paths = [], policies = [];
+    await context.route(`${url}loading/`, async r => r.fulfill({ response: await r.fetch({ url }) }));
+    await context.route(`${url}loading/props`, async r => r.fulfill({ response: await r.fetch({ url: `${url}props` }) }));
+    await context.route(`${url}loading/props`, r => r.fulfill({ status: 503, body: '{"error":{"message":"the model is loading"}}' }),
+        { times: 2 });
     await context.route(`${url}some/path/**`, async route => {          // a proxy that takes a path away
         const path = route.request().url().replace('some/path/', '');
         paths.push(path.slice(url.length));
@@ -759,6 +786,11 @@ await group('places', async () => {
     await idle(page);
     const [, answered] = await shown(page);
     check('under a path, with a policy of nonces', answered && /script-src 'nonce-/.test(policies[0]) && !/unsafe/.test(policies[0]), policies[0]);
+    const early = await context.newPage();
+    await early.goto(`${url}loading/`);
+    await has(early, 'The server is loading the model.');
+    await ready(early);
+    check('a page that came before the model waits for it', await early.locator('#notice').isHidden());
     check('requests stay under the path', paths.includes('v1/chat/completions') && paths.includes('props'), paths);
 });
 

@@ -326,7 +326,23 @@ if [ -x "$gemma4" ]; then
         skip "no bash: its completions"
     fi
     if command -v zsh >/dev/null 2>&1; then
-        ok "the completions of zsh: its syntax" zsh -n "$shared/zsh/site-functions/_gemma4"
+        mkdir -p "$tmp/zsh/folder" && touch "$tmp/zsh/m.gguf" "$tmp/zsh/text.txt"
+        cat >"$tmp/lines" <<'LINES'
+gemma4 serv|serve
+gemma4 serve m.gguf --thr|--threads
+gemma4 bench m.gguf --out|--output
+gemma4 m.gguf --spec a|auto
+gemma4 niah m.gguf -o |md csv
+gemma4 m|m.gguf
+gemma4 m.gguf -f t|text.txt
+gemma4 serve m.gguf --session-dir |folder
+LINES
+        script=$PWD/tests/completions.zsh
+        (cd "$tmp/zsh" && cut -d '|' -f 1 "$tmp/lines" | $limit zsh "$script" "$shared/zsh/site-functions") >"$tmp/offers" 2>"$tmp/err"
+        paste -d '|' "$tmp/lines" "$tmp/offers" >"$tmp/both"
+        while IFS='|' read -r line want got; do
+            ok "zsh completes '$line' to '$want', got '$got'" [ "$got" = "$want" ]
+        done <"$tmp/both"
     else
         skip "no zsh: its completions"
     fi

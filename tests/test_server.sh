@@ -79,6 +79,43 @@ refused() { # refused NAME STATUS WORD PATH BODY: must be refused with that stat
     ok "$1: names '$3'" has out "$3"
     ok "$1: is a JSON error" grep -q '^{"error":{"message":".*"type":"' "$tmp/out"
 }
+# ---- a port in use; requests while the model is loading ------------------------------
+serve first
+port=${url##*:}
+run serve "$model" --port "$port" --check-tensors
+next=$(sed -n "s/^gemma4: error: --port: $port is in use; try --port \([0-9]*\)$/\1/p" "$tmp/err")
+ok "a port in use is an error, before the model is loaded" [ "$status" -eq 1 ]
+ok "it names a port that is free" [ "${next:-0}" -gt "$port" ]
+kill "$pid"
+wait "$pid"
+# Its stderr is a pipe that is full, so the server stops in the middle of loading until somebody reads.
+mkfifo "$tmp/pipe" && exec 5<>"$tmp/pipe"
+yes '' | dd of="$tmp/pipe" bs=4096 count=64 iflag=fullblock oflag=nonblock 2>"$tmp/dd"
+"$gemma4" serve "$model" --port "$next" -t 2 --api-key k >/dev/null 2>"$tmp/pipe" </dev/null 5<&- &
+pid=$! url=http://127.0.0.1:$next
+pids="$pids $pid"
+for _ in $(seq 600); do get /health && ! is 000 && break; sleep 0.05; done
+ok "while it is loading: /health is 503" is 503
+ok "while it is loading: /health says so" has out '{"status":"loading"}'
+get /v1/models
+ok "while it is loading: the key is checked" is 401
+get /v1/models -H 'Authorization: Bearer k' -D "$tmp/head"
+ok "while it is loading: 503" is 503
+ok "while it is loading: the error says so" has out 'the model is loading; try again later'
+ok "while it is loading: when to try again" grep -qi '^retry-after: 1' "$tmp/head"
+get /
+ok "while it is loading: the page is there" is 200
+cat <&5 >"$tmp/loaded.log" &
+pids="$pids $!"
+wait_for_server "$tmp/loaded.log"
+get /health
+ok "loaded: /health is 200" is 200
+get /v1/models -H 'Authorization: Bearer k'
+ok "loaded: the model is listed" has out '"object":"list"'
+kill "$pid"
+wait "$pid"
+exec 5<&-
+
 user='"messages":[{"role":"user","content":"Tell me a story about a fox."}]'
 chat=/v1/chat/completions
 
@@ -163,7 +200,7 @@ ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"seed\":1}"
 ok "a chat is answered" is 200
 text content out | sed 's/\\"/"/g; s/\\n/\n/g' >"$tmp/plain"
 ok "with the text of the command line" same cli plain
-ok "which is cut" has out '"finish_reason":"length"'
+ok "which is cut, by max_tokens" has out '"finish_reason":"length","stop_reason":"max_tokens"}'
 ok "usage counts" has out '"completion_tokens":40'
 ok "timings are reported" has out '"predicted_per_second":'
 ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stream\":true,\"stream_options\":{\"include_usage\":true}}" -N
@@ -172,6 +209,16 @@ ok "a stream has the same text" same plain streamed
 ok "it ends in [DONE]" [ "$(grep -c '^data: \[DONE\]$' "$tmp/out")" -eq 1 ]
 ok "and reports the usage" has out '"choices":[],"usage":{"prompt_tokens":21'
 ok "of which most was cached" [ "$(number cached_tokens out)" -eq 20 ]
+for path in $chat /v1/completions /completion; do      # how many events there are depends on the time
+    ask $path "{$user,\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10,\"stream\":true,\"timings_per_token\":true}" -N
+    grep -E '"delta":\{"content"|"text":"[^"]|"content":"[^"].*"stop":false' "$tmp/out" >"$tmp/texts"
+    ok "$path: timings_per_token: with every text" sh -c "grep -q . '$tmp/texts' && ! grep -vq '\"timings\":{' '$tmp/texts'"
+    grep -oE '"predicted_n":[0-9]+' "$tmp/out" | sed 's/.*://' >"$tmp/a"
+    ok "$path: timings_per_token: they count up to the end" sh -c "sort -nc '$tmp/a' && [ \"\$(tail -n 1 '$tmp/a')\" -eq 10 ]"
+    ok "$path: timings_per_token: times grow" sh -c "grep -oE '\"predicted_ms\":[0-9.e+-]+' '$tmp/out' | sed 's/.*://' | sort -gc"
+    ask $path "{$user,\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10,\"stream\":true}" -N
+    ok "$path: without it only the end has timings" count_of out '"timings":{' 1
+done
 ask /v1/completions "{\"prompt\":\"Once upon a time\",\"temperature\":0,\"max_tokens\":10}"
 ok "a text is continued" grep -q '"text":"[^"]*[a-z]' "$tmp/out"
 text text out >"$tmp/a"
@@ -182,7 +229,7 @@ ask /v1/completions "{\"prompt\":[2,$ids],\"temperature\":0,\"max_tokens\":10}"
 text text out >"$tmp/b"
 ok "and from ids" same a b
 ask $chat "{$user,\"temperature\":0,\"max_tokens\":40,\"stop\":[\" fox\",\"zzz\"]}"
-ok "a stop string ends it" has out '"finish_reason":"stop"'
+ok "a stop string ends it, and is named" has out '"finish_reason":"stop","stop_reason":" fox"}'
 ok "before that text" has out '"content":"Once upon a time, there was a little"'
 ask $chat "{$user,\"max_tokens\":30,\"seed\":7}"
 text content out >"$tmp/a"
@@ -1298,7 +1345,7 @@ whole="2,$(ids "$sentence")" letters=2 rest=$sentence
 full="\"messages\":[{\"role\":\"user\",\"content\":\"$(words 'It rained.' 240)\"}],\"max_tokens\":32000"
 long_text='{"type":"json_schema","name":"x","schema":{"type":"string","minLength":2000}}'
 ask $chat "{$full,\"response_format\":$long_text}"
-ok "an answer that fills the context, and may be longer: length" has out '"finish_reason":"length"'
+ok "an answer that fills the context, and may be longer: length" has out '"finish_reason":"length","stop_reason":"context"}'
 ok "it has filled it" [ "$(number total_tokens out)" -eq 1025 ]
 ask /v1/messages "{$full,\"output_format\":$long_text}"
 ok "the same in Anthropic's words" has out '"stop_reason":"model_context_window_exceeded"'

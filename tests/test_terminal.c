@@ -116,6 +116,34 @@ static void test_interrupt(void) {
     ends("Ctrl-C again and again", 130);
 }
 
+// Keys typed during an answer wait for the next line, and are not shown in the answer. Every end of the program leaves
+// the terminal as it was.
+static void test_keys_during_answer(void) {
+    pty_term = "xterm";
+    if (start("-n", "60", "--ignore-eos", NULL)) {
+        says("Tell me a story about a fox.\n", "Once upon");
+        const size_t from = p.at;
+        says("/statt\177", "mini> ");
+        const char *typed = strstr(p.shows + from, "/st"), *prompt = strstr(p.shows + from, "mini> ");
+        CHECK(!typed || typed > prompt, "what was typed is in the answer: %s", pty_tail(&p));
+        CHECK(pty_expect(&p, "/stat"), "what was typed is gone: %s", pty_tail(&p));
+        says("s\n", "; 2 messages");
+        says("", "mini> ");
+        says("Tell me a story about a fox.\n", "Once upon");
+        says("\004", "; prompt ");                     // after the statistics of the answer the chat ends
+        ends("Ctrl-D during an answer", 0);
+    }
+    if (start("-n", "8000", "--ignore-eos", NULL)) {
+        says("Tell me a story about a fox.\n", "Once upon");
+        for (int i = 0; i < 1200 && pty_running(&p); i++) {
+            if (!pty_send(&p, "\003")) break;
+            poll(NULL, 0, 50);
+        }
+        ends("Ctrl-C again and again, with edited lines", 130);
+    }
+    pty_term = "dumb";
+}
+
 // A single answer on a terminal is not a chat and ends with status 130 after Ctrl-C.
 static void test_one_answer(void) {
     const char *argv[] = { gemma4, MODEL, "-p", "Tell me a story.", "--temp", "0", "-t", "1", "--ignore-eos", "-n",
@@ -388,6 +416,7 @@ int main(void) {
         test_talk();
         test_end_of_input();
         test_interrupt();
+        test_keys_during_answer();
         test_one_answer();
         test_history();
         test_editor();
