@@ -130,8 +130,8 @@ static void cpu_init(const Limits *lim) {
     cpu.vocab = vocab;
 }
 
-// A large piece of calloc() is new pages, which are zero: they take memory when they are first used. The word before the
-// aligned address says where the piece begins.
+// A large piece of calloc() is new pages, which are zero: they take memory when they are first used. The word before
+// the aligned address says where the piece begins.
 static void *cpu_reserve(size_t bytes) {
     char *all = calloc(1, bytes + 2 * 256);
     if (!all) return NULL;

@@ -63,6 +63,7 @@ one test_ops -plain embed             # every type of weights
 one test_sampling -plain -few
 [ -z "$long" ] || one test_cuda -few micro-dense-f16     # test_draft too has a dense target
 one test_layout
+one test_ops -cuda $few -host expert_gate_up expert_down card=rtx3090
 [ -z "$long" ] || one test_ahead -cuda card=rtx3090
 one test_verify -few card=rtx3090
 one test_draft -few $long card=rtx3090
