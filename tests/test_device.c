@@ -274,6 +274,12 @@ static void test_faults(const char *model) {
         CHECK(gemma4(VISIBLE, NULL, fault, "tokenize " MINI " -p hi") == 0 && !*err, "fault %s: tokenize asks for a GPU: %s",
               fault, err);
     }
+    char in_host[1200];
+    snprintf(in_host, sizeof in_host, "%s -ot ffn=CPU", run);
+    CHECK(gemma4(VISIBLE, NULL, "pinned", in_host) == 1 && strstr(err, "gemma4: error: cuda: upload: the system refused ") &&
+          strstr(err, "pinned host memory") && strstr(err, "ulimit -l"), "refused pinning: %s", err);
+    CHECK(gemma4(VISIBLE, NULL, NULL, in_host) == 0 && strstr(err, " of weights in host memory (FFNs of "),
+          "FFNs in host memory: %s", err);
     static const struct { const char *fault, *says; } fatal[] = {
         { "image", "gemma4: error: cuda: emulated h100, compute capability 9.0: this program was built for other GPUs (no "
                    "kernel image is available for execution on the device); build it with make cuda ARCH=native, or "

@@ -746,6 +746,11 @@ static const char *about_address(const void *p) {
     return text;
 }
 
+static bool has_fault(const char *name) {
+    const char *fault = getenv("CUDA_ON_CPU_FAULT");
+    return fault && !strcmp(fault, name);
+}
+
 static cudaError_t allocate(void **p, size_t bytes, bool on_device) {
     auto &list = on_device ? device : pinned;
     const size_t rounded = (bytes + 255) / 256 * 256, pages = (rounded + PAGE - 1) / PAGE * PAGE;
@@ -787,7 +792,10 @@ static cudaError_t release(void *p, bool on_device) {
 
 cudaError_t cudaMalloc(void **p, size_t bytes) { return allocate(p, bytes, true); }
 cudaError_t cudaFree(void *p) { return release(p, true); }
-cudaError_t cudaMallocHost(void **p, size_t bytes) { return allocate(p, bytes, false); }
+cudaError_t cudaMallocHost(void **p, size_t bytes) {   // the backend's own buffers are larger than matrices of small models
+    if (has_fault("pinned") && bytes < 1 << 20) return cudaErrorMemoryAllocation;
+    return allocate(p, bytes, false);
+}
 cudaError_t cudaFreeHost(void *p) { return release(p, false); }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     *free_bytes = DEVICE_BYTES - device.used;
@@ -1052,10 +1060,6 @@ cudaError_t cudaGetLastError(void) {
     return e;
 }
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
-static bool has_fault(const char *name) {
-    const char *fault = getenv("CUDA_ON_CPU_FAULT");
-    return fault && !strcmp(fault, name);
-}
 cudaError_t cudaDriverGetVersion(int *version) {
     *version = has_fault("none") ? 0 : has_fault("driver") ? 11040 : CUDART_VERSION;
     return cudaSuccess;
