@@ -298,9 +298,10 @@ static void upload_changes(Model *m, void *dst, void *uploaded, const void *src,
 static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
     const int32_t len = n;
     for (int i = 0; i < m->n_caches; i++) {
-        const int slots = m->caches[i].slots, tail = m->caches[i].tail_slots, beyond = m->n_written[seq] - n;
+        const Cache *c = &m->caches[i];
+        const int slots = c->slots, beyond = m->n_written[seq] - n;
         if (slots < m->n_written[seq] && beyond > slots - (m->config.n_swa - 1)) return false;
-        if (tail && tail < m->n_written[seq] && beyond > STEP_ROWS) return false;
+        if (c->tail_slots && c->tail_reach + STEP_ROWS < m->n_written[seq] && beyond > STEP_ROWS) return false;
     }
     shorten_drafter(m, seq, n);
     m->len[seq] = n;
@@ -948,7 +949,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
         if (tok_is_stop(t, token)) break;
         const TokStr text = tok_piece(t, token, false);
         fwrite(text.s, 1, text.n, stdout);
-        fflush(stdout);
+        flush_output();
         if (made == n_predict || n + made > m->options.n_ctx) break;
         const StepRow row = { .token = token, .output = true };
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &row }, 1);

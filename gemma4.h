@@ -195,11 +195,16 @@ typedef struct {
     KvPlane      k, v;
     const float *fold;               // (head_dim) w_k of the owning layer, tied only
     KvPlane      k_tail, v_tail;     // the newest rows in f16 too, rotated as k and v: a ring of tail_slots. A row at
-                                     // position p reads positions > p - (tail_slots - STEP_ROWS) there, older ones in k
-                                     // and v. A segment of more than STEP_ROWS rows reads k and v only; its last
-                                     // tail_slots rows go to both
-    int          tail_slots;         // multiple of TILE_SLOTS; 0: no tail
+                                     // position p reads positions > p - tail_reach there, older ones in k and v:
+                                     // reads_tail(). A segment has at most tail_slots - tail_reach rows, so that each
+                                     // of its rows finds all of them
+    int          tail_slots, tail_reach;     // multiples of TILE_SLOTS; 0: no tail
 } Cache;
+
+// True: rows of this segment read the tail. The rows of a sparse prompt (it has a BlockList) read k and v alone.
+HOST_DEVICE static inline bool reads_tail(const Cache *c, const Segment *seg, bool sparse) {
+    return c->tail_slots && !(sparse && seg->n > STEP_ROWS);
+}
 
 typedef struct {                     // rotary embedding of pairs (i, i + head_dim / 2), i < n_pairs
     const double *inv_freq;          // (n_pairs) radians per position

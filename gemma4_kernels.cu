@@ -5096,8 +5096,7 @@ __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst, bool s
         head_rope(x, angles, o.rope.n_pairs, half);
         if (group == 0) dump_head(o.dump_k_pos, at, x, half);
     }
-    const bool in_tail = CODED && c.tail_slots && row.index >= seg.n - c.tail_slots;
-    const int tail_slot = in_tail ? (len + row.index) % c.tail_slots : -1;
+    const int tail_slot = CODED && c.tail_slots ? (len + row.index) % c.tail_slots : -1;
     store_row<CODED>(x, c, dst, is_k, staged ? 0 : seg.seq, h, slot, tail_slot, group, room);
 }
 static void cuda_qkv_store(const QkvStore *o) {
@@ -6690,14 +6689,14 @@ template <int HD, int N_K, bool LISTED> static FlashPlan flash_plan(const Cache 
 }
 
 // flash_kernel computes prompts with the head sizes of Gemma 4 on f16 and quantised caches, if segments have enough
-// rows.
+// rows; it reads no tail, so of a cache with one it computes sparse prompts alone.
 //   nc: columns of attend_half or attend_coded; 0: they cannot read this cache
 static FlashPlan flash_of(const Attend *o, int nc) {
     const Cache *c = o->cache;
     const int n_rows = o->batch->n_rows, group = o->n_heads / c->n_kv_heads;
     FlashPlan f = { };
     if (n_rows <= STEP_ROWS || n_rows < 8 * o->batch->n_segs || o->own != OWN_CAUSAL || group > FLASH_LINES) return f;
-    if (!is_readable(&c->k) || !is_readable(&c->v) || (c->tail_slots && !nc)) return f;
+    if (!is_readable(&c->k) || !is_readable(&c->v) || (c->tail_slots && !(nc && o->blocks))) return f;
     if (c->head_dim == 256 && c->k.dim == 256 && !o->blocks) f = flash_plan<256, 256, false>(c);
     if (c->head_dim == 512 && c->k.dim == 512)
         f = o->blocks ? flash_plan<512, 512, true>(c) : flash_plan<512, 512, false>(c);
@@ -6778,7 +6777,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
     const int n_heads = min(HEADS, group - (int)blockIdx.y % per_kv * HEADS), split = blockIdx.z;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const RowMask self = row_mask(b, c.n_seqs, o.window, o.own, r);
-    const bool has_tail = c.tail_slots && b.segs[self.seg].n <= STEP_ROWS;
+    const bool has_tail = reads_tail(&c, &b.segs[self.seg], blocks.n != NULL);
     const SplitTiles tiles = split_tiles(spans_of(self.low, self.end, splits), self.low, self.end, splits, split);
     if (tiles.from == tiles.to) return;                // attend_join does not read this split
     for (int i = threadIdx.x; i < n_heads * hd; i += blockDim.x) q[i] = o.q[((size_t)r * o.n_heads + head) * hd + i];
@@ -6789,7 +6788,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2) attend_plain_kernel(Attend 
         if (threadIdx.x < KEYS) {
             const int j = tile_of(tiles, splits, t) * KEYS + threadIdx.x;
             const bool in_stage = j >= self.len && staged, in_tail = !in_stage && has_tail &&
-                j > self.pos - (c.tail_slots - STEP_ROWS);
+                j > self.pos - c.tail_reach;
             const bool seen = is_visible(self, o.own, j) &&
                 (!blocks.n || key_listed(blocks, (row0 + r) / SELECT_ROWS * c.n_kv_heads + g, j));
             keys[threadIdx.x] = !seen ? PlainKey{ }
@@ -6969,7 +6968,7 @@ static CodedTask coded_task(const AttendTask *t, const Attend *o, bool with_flas
     CodedTask task = { };
     task.a = *t;
     task.keys = coded_keys(c, o->staging);
-    if (c->tail_slots) task.tail = coded_keys(&tail, NULL), task.tail_reach = c->tail_slots - STEP_ROWS;
+    if (c->tail_slots) task.tail = coded_keys(&tail, NULL), task.tail_reach = c->tail_reach;
     task.n_in_flight = t->n_stages ? 2 * t->n_stages : 1, task.v_at = t->n_stages ? (int)subtile_bytes(&c->k) : 0;
     task.stage_bytes = (int)coded_warp_buffer_bytes(c, 1);
     task.buffer_bytes = (int)coded_warp_buffer_bytes(c, t->n_stages);

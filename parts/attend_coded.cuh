@@ -1,5 +1,5 @@
-/* attend_coded.cuh - attention over KV caches of quantised types (q8_0, q4_0, tq3, tq4) in steps of up to 64 rows. A
- * part of gemma4_kernels.cu, which includes it in its section [8].
+/* attend_coded.cuh - attention over KV caches of quantised types (q8_0, q4_0, tq3, tq4) in steps of up to 64 rows, and
+ * in prompts if the cache has a tail. A part of gemma4_kernels.cu, which includes it in its section [8].
  *
  * HOLDS        reading of quantised rows as f16 (flash_kernel uses it too), attend_coded_kernel, and the sizes and
  * arguments
@@ -131,7 +131,7 @@ typedef struct {              // the parameters of attend_coded
     int        stage_bytes, buffer_bytes;      // of a subtile; of a warp
     int        tail_reach;    // a row reads this many positions, up to its own, from the tail; 0: there is none
     bool       rotated;       // V is Hadamard-rotated
-    bool       with_flash;    // flash_kernel computes the segments of more than STEP_ROWS rows
+    bool       with_flash;    // flash_kernel computes the segments of more than STEP_ROWS rows: a sparse prompt
 } CodedTask;
 
 // Dynamic shared memory of attend_coded.
@@ -741,7 +741,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 1) attend_coded_kernel(const _
         __syncthreads();                               // masks are there; all are done with the last segment
         if (threadIdx.x == 0) {
             keys = key_range_of(a, block, columns.masks, from);
-            reach = a.b.segs[keys.seg].n > STEP_ROWS ? c.with_flash ? -1 : 0 : c.tail_reach;
+            reach = c.with_flash && a.b.segs[keys.seg].n > STEP_ROWS ? -1 : c.tail_reach;
         }
         __syncthreads();                               // keys are there
         if (reach < 0) continue;                       // flash_kernel computes them

@@ -703,7 +703,7 @@ static void qkv_store_rows(const void *task, int first, int end) {
             }
             kv_write(dst, false, seq, g, slot, k);     // tied: only the first k.dim values, those that RoPE rotates
             kv_write(dst, true, seq, g, slot, v);
-            if (!c->tail_slots || row->index < seg->n - c->tail_slots) continue;
+            if (!c->tail_slots) continue;
             kv_write_tail(c, false, seq, g, len + row->index, k);
             kv_write_tail(c, true, seq, g, len + row->index, v);
         }
@@ -822,8 +822,7 @@ typedef struct {              // rows of one segment, at most TILE_QUERIES, and 
     const Segment *seg;
     int n, len;
     int first[TILE_QUERIES];            // the lowest position that row i sees
-    int before_tail[TILE_QUERIES];      // row i reads committed positions up to this one from k and v, later ones from
-                                        // the tail
+    int before_tail[TILE_QUERIES];      // row i reads positions up to this one from k and v, later ones from the tail
     int lowest, end;          // every row sees only keys of lowest .. end - 1
     int min_before_tail, max_before_tail;
     bool uses_tail;
@@ -875,7 +874,9 @@ static uint64_t path_rows(uint64_t ancestors, int from, int to) {
 }
 
 // Adds the segment's own rows at depths from .. to - 1. They are in the cache after the committed rows, or in staging.
-static void attend_own(OnlineSoftmax *s, const VisibleKeys *v, const Cache *c, int head, int from, int to) {
+// A tree's rows are newer than all that is read before the tail.
+static void attend_own(OnlineSoftmax *s, const VisibleKeys *v, const Cache *c, bool is_tail, int head, int from,
+                       int to) {
     const Cache *staging = s->o->staging;
     const bool all = s->o->own == OWN_ALL, tree = !all && v->seg->kind == SEG_TREE;
     uint64_t path[TILE_QUERIES];
@@ -888,7 +889,9 @@ static void attend_own(OnlineSoftmax *s, const VisibleKeys *v, const Cache *c, i
         n = min_int(TILE_KEYS, end - k);
         if (!staging) n = min_int(n, c->slots - slot);
         for (int i = 0; i < v->n; i++) {               // bits low .. high - 1
-            const int low = max_int(v->first[i] - v->len - k, 0), high = v->row[i].index + 1 - k;
+            const int at = v->len + k, after = v->before_tail[i] + 1;
+            const int low = max_int((is_tail ? max_int(v->first[i], after) : v->first[i]) - at, 0);
+            const int high = min_int(v->row[i].index + 1 - k, is_tail ? INT_MAX : after - at);
             visible[i] = tree ? (uint32_t)(path[i] >> k) : all || low < 32 ? ~(uint32_t)0 << (all ? 0 : low) : 0;
             if (!all && high < 32) visible[i] &= high > 0 ? ((uint32_t)1 << high) - 1 : 0;
             any |= visible[i] &= selected;
@@ -904,13 +907,13 @@ static VisibleKeys visible_keys(const Attend *o, int r, int n_rows, int g) {
     const Row *row = &o->batch->rows[r];
     const Segment *seg = &o->batch->segs[row->seg];
     VisibleKeys v = { .row = row, .seg = seg, .n = n_rows, .len = o->batch->len[seg->seq], .max_before_tail = -1,
-                      .uses_tail = c->tail_slots && seg->n <= STEP_ROWS };
+                      .uses_tail = reads_tail(c, seg, o->blocks) };
     v.lowest = v.min_before_tail = v.end = v.len;
     for (int i = 0; i < n_rows; i++) {
         const int pos = v.len + row[i].depth;
         const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1;
         v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
-        v.before_tail[i] = v.uses_tail ? max_int(-1, pos - (c->tail_slots - STEP_ROWS)) : INT_MAX - 1;
+        v.before_tail[i] = v.uses_tail ? max_int(-1, pos - c->tail_reach) : INT_MAX - 1;
         v.lowest = min_int(v.lowest, v.first[i]);
         v.min_before_tail = min_int(v.min_before_tail, v.before_tail[i]);
         v.max_before_tail = max_int(v.max_before_tail, v.before_tail[i]);
@@ -935,11 +938,12 @@ static void attend_split(OnlineSoftmax *s, const VisibleKeys *v, int head, int s
     memset(s->out, 0, (size_t)s->n * s->head_dim * sizeof *s->out);
     for (int chunk = first; chunk * SPLIT_CHUNK < v->end; chunk += N_SPLITS) {
         const int from = max_int(chunk * SPLIT_CHUNK, v->lowest), to = min_int((chunk + 1) * SPLIT_CHUNK, v->end);
-        const int committed_to = min_int(to, v->len);
-        attend_committed(s, v, c, false, head, from, min_int(committed_to, v->max_before_tail + 1));
-        if (v->uses_tail)
-            attend_committed(s, v, &tail, true, head, max_int(from, v->min_before_tail + 1), committed_to);
-        if (to > v->len) attend_own(s, v, v->uses_tail ? &tail : c, head, max_int(from, v->len) - v->len, to - v->len);
+        const int codes_to = min_int(to, v->max_before_tail + 1), tail_from = max_int(from, v->min_before_tail + 1);
+        const int len = v->len, own_from = max_int(from, len);
+        attend_committed(s, v, c, false, head, from, min_int(codes_to, len));
+        if (v->uses_tail) attend_committed(s, v, &tail, true, head, tail_from, min_int(to, len));
+        if (codes_to > len) attend_own(s, v, c, false, head, own_from - len, codes_to - len);
+        if (v->uses_tail && to > len) attend_own(s, v, &tail, true, head, max_int(tail_from, len) - len, to - len);
     }
 }
 

@@ -214,10 +214,10 @@ static void model_close(Model *m) {
     free(m);
 }
 
-// Steps of few rows; on some backends all steps, unless a prompt's rows see less in larger ones.
+// Steps of few rows; on some backends all steps, unless prompts are sparse.
 static bool chunk_is_free(const Model *m, int chunk) {
     const ModelOptions *o = &m->options;
-    return chunk <= STEP_ROWS || (m->ops->exact_prompts && !o->pflash && !o->tail);
+    return chunk <= STEP_ROWS || (m->ops->exact_prompts && !o->pflash);
 }
 
 static void set_times(Session *s) {                    // of an answer, up to now

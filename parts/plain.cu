@@ -829,10 +829,9 @@ static __global__ void qkv_store_kernel(QkvStore o, Batch b, Cache c, Cache dst,
 
     const Cache tail = tail_of(c);
     const int slot = staged ? seg.first + row.index : (len + row.index) % dst.slots;
-    const bool newest = c.tail_slots && row.index >= seg.n - c.tail_slots;
-    const size_t tail_row = newest ? cache_row(tail, seg.seq, g, (len + row.index) % tail.slots) : 0;
+    const size_t tail_row = tail.slots ? cache_row(tail, seg.seq, g, (len + row.index) % tail.slots) : 0;
     write_row(is_v ? dst.v : dst.k, cache_row(dst, staged ? 0 : seg.seq, g, slot), !is_v || c.n_rot > 0, y,
-              !newest ? NULL : is_v ? &tail.v : &tail.k, tail_row);
+              !tail.slots ? NULL : is_v ? &tail.v : &tail.k, tail_row);
 }
 
 static void plain_qkv_store(const QkvStore *o) {
@@ -903,7 +902,7 @@ static __global__ void attend_kernel(Attend o, Batch b, Cache c, Cache tail, Cac
     const int len = b.len[seg.seq], pos = len + row.depth;
     const int from = o.window ? max_int(0, pos - o.window + 1) : 0;
     const int to = o.own == OWN_NONE ? len : o.own == OWN_ALL ? len + seg.n : len + row.index + 1;
-    const int tail_from = c.tail_slots && seg.n <= STEP_ROWS ? pos - (c.tail_slots - STEP_ROWS) + 1 : to;
+    const int tail_from = reads_tail(&c, &seg, blocks.n != NULL) ? pos - c.tail_reach + 1 : to;
     const int list = r / SELECT_ROWS * c.n_kv_heads + g, n_listed = blocks.n ? blocks.n[list] : -1;
     const int32_t *listed = blocks.block + (size_t)list * blocks.n_blocks;
     float q[N], k[N] = { }, v[N];

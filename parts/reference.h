@@ -365,8 +365,7 @@ static void ref_qkv_store(const QkvStore *o) {
         if (!o->k) continue;
         const int seq = o->staging ? 0 : seg->seq;
         const int slot = o->staging ? seg->first + row->index : (len + row->index) % c->slots;
-        const bool newest = c->tail_slots && row->index >= seg->n - c->tail_slots;
-        const int tail_slot = newest ? (len + row->index) % tail.slots : 0;
+        const int tail_slot = tail.slots ? (len + row->index) % tail.slots : 0;
         for (int g = 0; g < c->n_kv_heads; g++) {
             const size_t head = (size_t)r * c->n_kv_heads + g;
             ref_load(u, o->k + head * hd, hd);
@@ -376,13 +375,13 @@ static void ref_qkv_store(const QkvStore *o) {
             ref_dump(o->dump_k_pos, head, u, hd);
             for (int i = 0; i < hd; i++) in_order[ref_tied_index(c, i)] = (float)u[i];
             ref_kv_write(dst, &dst->k, ref_kv_row(dst, &dst->k, seq, g, slot), in_order);      // tied: 2 * n_rot values
-            if (newest) ref_tail_write(&c->k, &tail.k, ref_kv_row(&tail, &tail.k, seq, g, tail_slot), in_order);
+            if (tail.slots) ref_tail_write(&c->k, &tail.k, ref_kv_row(&tail, &tail.k, seq, g, tail_slot), in_order);
             ref_load(u, o->v + head * hd, hd);
             if (o->v_norm) ref_norm(u, NULL, hd, o->eps);
             ref_dump(o->dump_v, head, u, hd);
             for (int i = 0; i < hd; i++) in_order[ref_tied_index(c, i)] = (float)u[i];
             ref_kv_write(dst, &dst->v, ref_kv_row(dst, &dst->v, seq, g, slot), in_order);
-            if (newest) ref_tail_write(&c->v, &tail.v, ref_kv_row(&tail, &tail.v, seq, g, tail_slot), in_order);
+            if (tail.slots) ref_tail_write(&c->v, &tail.v, ref_kv_row(&tail, &tail.v, seq, g, tail_slot), in_order);
         }
     }
 }
@@ -408,8 +407,7 @@ static bool ref_is_visible(const Attend *o, const Row *row, const Segment *seg, 
 static double ref_read_key(const Attend *o, const Row *row, const Segment *seg, int len, int j, int head, float *k,
                            float *v) {
     const bool staged = o->staging && j >= len;
-    const bool newest = o->cache->tail_slots && seg->n <= STEP_ROWS &&
-                        j > len + row->depth - (o->cache->tail_slots - STEP_ROWS);
+    const bool newest = reads_tail(o->cache, seg, o->blocks) && j > len + row->depth - o->cache->tail_reach;
     const Cache tail = ref_tail(o->cache), *c = staged ? o->staging : newest ? &tail : o->cache;
     const int seq = staged ? 0 : seg->seq, slot = staged ? seg->first + j - len : j % c->slots;
     ref_kv_read(&c->v, ref_kv_row(c, &c->v, seq, head, slot), v);
@@ -567,20 +565,21 @@ static double ref_logsumexp(const float *z, int n) {
 }
 
 static void ref_attn_mass(const AttnMass *o) {
-    const Cache *c = o->cache;
+    Cache codes = *o->cache;                           // without its tail
+    codes.tail_slots = 0;
+    const Cache *c = &codes;
     const int hd = c->head_dim;
     const Attend attend = { .batch = o->batch, .cache = c };
     float k[REF_HEAD_DIM], v[REF_HEAD_DIM];
     for (int r = 0; r < o->batch->n_rows; r++) {
         const Segment *seg = &o->batch->segs[o->batch->rows[r].seg];
         const int len = o->batch->len[seg->seq], n = len + o->batch->rows[r].index + 1;
-        const Segment prompt = { .seq = seg->seq, .n = STEP_ROWS + 1 };        // rows of a prompt do not read the tail
         for (int h = 0; h < o->n_heads; h++) {
             const float *q = o->q + ((size_t)r * o->n_heads + h) * hd;
             float *probs = o->probs + ((size_t)r * o->n_heads + h) * o->n_keys, *mass = o->mass + (size_t)r * o->n_keys;
             for (int j = 0; j < n; j++) {
                 double score = 0;
-                ref_read_key(&attend, &o->batch->rows[r], &prompt, len, j, h / (o->n_heads / c->n_kv_heads), k, v);
+                ref_read_key(&attend, &o->batch->rows[r], seg, len, j, h / (o->n_heads / c->n_kv_heads), k, v);
                 for (int i = 0; i < hd; i++) score += (double)q[i] * k[i];
                 probs[j] = (float)(score * o->scale);
             }

@@ -17,7 +17,7 @@
  *       48      8  hash of the cache's layout: of each layer that owns one heads, types, rows, rotation, tail
  *       56      4  type of cached K, of gemma4.h's KvType       60   4  and of V
  *       64      4  1: K and V of global layers are kept apart   68   4  the sliding window, in tokens
- *       72      4  type of what sliding layers cache            76   4  slots of the f16 tails; 0: none
+ *       72      4  type of what sliding layers cache            76   4  rows of the f16 tails; 0: none
  *       80      4  n: tokens that are in the cache              84   4  n_pending: tokens of the text that are not yet
  *       88      4  n_written: end of the rows ever written      92   4  ring: slots of a sliding layer; 0: none
  *       96      4  tokens of the prefix snapshot                100  4  n_written at that time. 0 and 0: no snapshot
@@ -31,8 +31,8 @@
  *                  the conversation: a JSON list of messages as in the OpenAI API
  *                  the cache, of every layer that owns one: of k, v, and the f16 tails of both, if there are any, the
  *                  codes and then the scales as they are in memory: of each head its rows in the order of positions. A
- *                  global layer has n rows; a ring or a tail has those from position n_written - its slots on, at
- *                  least the last window - 1
+ *                  global layer has n rows; a ring or a tail has those from position n_written - its slots (of a tail:
+ *                  rows) on, at least the last window - 1
  *                  the prefix snapshot: rings and tails (copy_rings in generate.h)
  *   end - 8     8  hash of everything before
  *
@@ -136,11 +136,14 @@ static void hash_model(const Gguf *g, uint64_t *model, uint64_t *tokenizer, uint
     *weights = hash_end(&w);
 }
 
+// The newest rows that a file has of a tail; the ring in memory has room for a prompt's step more. 0: there is none.
+static int tail_rows(const Cache *c) { return c->tail_slots ? c->tail_reach + STEP_ROWS : 0; }
+
 static uint64_t hash_layout(const Model *m) {
     Hash h = hash_new();
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
-        const int32_t shape[] = { m->config.layer[i].is_swa, c->n_kv_heads, c->head_dim, c->n_rot, c->tail_slots,
+        const int32_t shape[] = { m->config.layer[i].is_swa, c->n_kv_heads, c->head_dim, c->n_rot, tail_rows(c),
             (int32_t)c->k.type, c->k.dim, (int32_t)c->v.type, c->v.dim,
             (int32_t)c->k_tail.type, c->k_tail.dim, (int32_t)c->v_tail.type, c->v_tail.dim };
         hash_add(&h, shape, sizeof shape);
@@ -189,15 +192,15 @@ static KvType ring_type(const Model *m) {              // of what sliding layers
     return KV_F32;
 }
 
-static int tail_slots(const Model *m) {                // of the global layers that have tails
-    int slots = 0;
-    for (int i = 0; i < m->n_caches; i++) slots = max_int(slots, m->caches[i].tail_slots);
-    return slots;
+static int all_tail_rows(const Model *m) {             // of the global layers that have tails
+    int rows = 0;
+    for (int i = 0; i < m->n_caches; i++) rows = max_int(rows, tail_rows(&m->caches[i]));
+    return rows;
 }
 
 // The first position whose row a part has in a file.
 static int first_row(const RowPart *p, const SessionHeader *h) {
-    return p->wraps ? min_int((int)h->n, max_int(0, (int)h->n_written - (p->is_tail ? p->slots : (int)h->ring))) : 0;
+    return p->wraps ? min_int((int)h->n, max_int(0, (int)h->n_written - (int)(p->is_tail ? h->tail : h->ring))) : 0;
 }
 
 static uint64_t row_bytes(const Model *m, const SessionHeader *h) {                // of all rows in a file
@@ -221,7 +224,7 @@ static SessionHeader header_of(Model *m) {
     SessionHeader h = { .version = SESSION_VERSION, .header_bytes = sizeof h, .layout = hash_layout(m),
         .k_type = (uint32_t)m->options.k_type, .v_type = (uint32_t)m->options.v_type, .untied = m->options.untied,
         .window = (uint32_t)m->config.n_swa, .ring = (uint32_t)ring_slots(m),
-        .ring_type = (uint32_t)ring_type(m), .tail = (uint32_t)tail_slots(m) };
+        .ring_type = (uint32_t)ring_type(m), .tail = (uint32_t)all_tail_rows(m) };
     memcpy(h.magic, session_magic, sizeof h.magic);
     if (!m->hash[0]) hash_model(&m->gguf, &m->hash[0], &m->hash[1], &m->hash[2]);
     h.model = m->hash[0];
@@ -330,15 +333,15 @@ static int session_to_fd(Session *s, const SessionNote *note, int fd, const char
 static bool session_to_file(Session *s, const SessionNote *note, const char *path, const char *what) {
     struct stat old;
     Output out;
+    char why[160];
     if (!stat(path, &old) && !S_ISREG(old.st_mode)) {
         snprintf(s->err, sizeof s->err, "%.400s: expected a regular file, got a device, a pipe or a directory", path);
         return false;
     }
-    signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     int err = create_output(&out, path, 0600);
     if (!err) err = session_to_fd(s, note, out.fd, what);
     err = finish_output(&out, err);
-    if (err) snprintf(s->err, sizeof s->err, "%.400s: %s; the old file is unchanged", path, strerror(err));
+    if (err) snprintf(s->err, sizeof s->err, "%.300s: cannot write: %s", path, output_error(&out, err, why));
     return !err;
 }
 

@@ -777,8 +777,8 @@ static void test_full(int n_ctx) {
 
 // ---- 8. the newest rows in f16 too ----------------------------------------------------------------------------------
 
-// Steps of 1 to 64 rows give the bits of single steps also with a tail, whatever was drafted; as long as the whole text
-// is in the tail, they give the bits of an f16 cache. A session can go back by the spare rows of the tail.
+// Steps of any number of rows give the bits of single steps also with a tail, whatever was drafted; as long as the whole
+// text is in the tail, they give the bits of an f16 cache. A session can go back by the spare rows of the tail.
 static void test_tail(void) {
     enum { N = 260, TAIL = 128 };
     if (!kv_group(t.options.k_type) || !kv_group(t.options.v_type)) return;
@@ -814,6 +814,17 @@ static void test_tail(void) {
         run_chain(m, 1, t.text + at, n, ALL);
         SAME(logits(m, 0), want + (size_t)at * (size_t)t.vocab, n, "%s: tail: %d rows from %d", t.name, n, at);
         accept_rows(m, n);
+    }
+    static const int sizes[] = { 65, N };
+    for (int k = 0; k < 2; k++) {                      // prompts: the tail wraps between their chunks, and within one
+        reset_session(m, 1);
+        for (int at = 0, n; at < N; at += n) {
+            n = min_int(sizes[k], N - at);
+            run_chain(m, 1, t.text + at, n, ALL);
+            SAME(logits(m, 0), want + (size_t)at * (size_t)t.vocab, n, "%s: tail: chunks of %d: %d rows from %d", t.name,
+                 sizes[k], n, at);
+            accept_rows(m, n);
+        }
     }
     CHECK(shorten_session(m, 1, t.text, N - 1), "%s: tail: cannot go back by one", t.name);
     run_chain(m, 1, t.text + N - 1, 1, LAST);

@@ -669,7 +669,7 @@ static void note_cache(const Cache *c) {
     if (!c) return;
     NUM(c->n_seqs); NUM(c->n_kv_heads); NUM(c->head_dim); NUM(c->slots); NUM(c->n_rot);
     note_plane(&c->k); note_plane(&c->v); note_plane(&c->k_tail); note_plane(&c->v_tail);
-    PTR(c->fold); NUM(c->tail_slots);
+    PTR(c->fold); NUM(c->tail_slots); NUM(c->tail_reach);
 }
 
 static void note_in(const In *in, int n_rows, int cols) {

@@ -1312,7 +1312,7 @@ static TestCache new_cache(KvType type, int n_seqs, int n_kv_heads, int head_dim
 }
 
 // Adds a tail whose rows differ from k and v, so that reading the wrong one is noticed.
-static void add_tail(TestCache *t, int slots) {
+static void add_tail(TestCache *t, int slots, int reach) {
     Cache tail = t->host;
     tail.slots = slots;
     for (int p = 0; p < 2; p++) {
@@ -1323,6 +1323,7 @@ static void add_tail(TestCache *t, int slots) {
     t->host.k_tail = tail.k;
     t->host.v_tail = tail.v;
     t->host.tail_slots = slots;
+    t->host.tail_reach = reach;
 }
 
 static void random_row(Cache *c, int seq, int slot) {
@@ -1424,7 +1425,7 @@ static void qkv_case_tail(QkvCase t, int tail_slots, TestStep *s) {
               s->len[s->segs[0].seq])) return;
     TestCache ring = new_cache(t.type, 3, t.n_kv_heads, hd, t.slots, t.n_rot);
     TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
-    if (tail_slots) add_tail(&ring, tail_slots);
+    if (tail_slots) add_tail(&ring, tail_slots, tail_slots - STEP_ROWS);
     put_cache(&ring, t.staged || !t.with_k);
     put_cache(&stage, !t.staged);
     const Batch batch = put_batch(s), host = host_batch(s);
@@ -1573,7 +1574,7 @@ typedef struct {
     float   scale;
 } AttendCase;
 
-static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
+static void attend_case_tail(AttendCase t, int tail_slots, int reach, TestStep *s) {
     static const char *own_name[] = { "causal", "all", "none" };
     const int hd = t.head_dim, n = s->n_rows, q_dim = t.n_heads * hd;
     int n_seqs = 0;
@@ -1586,7 +1587,7 @@ static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
          s->segs[0].n, s->len[s->segs[0].seq], s->n_segs)) return;
     TestCache ring = new_cache(t.type, n_seqs, t.n_kv_heads, hd, t.slots, t.n_rot);
     TestCache stage = new_cache(t.type, 1, t.n_kv_heads, hd, 256, t.n_rot);
-    if (tail_slots) add_tail(&ring, tail_slots);
+    if (tail_slots) add_tail(&ring, tail_slots, reach);
     Cache tail = ref_tail(&ring.host);
     for (int k = 0; k < s->n_segs; k++) {
         const Segment *seg = &s->segs[k];
@@ -1642,15 +1643,15 @@ static void attend_case_tail(AttendCase t, int tail_slots, TestStep *s) {
     sweep();
 }
 
-static void attend_case(AttendCase t, TestStep *s) { attend_case_tail(t, 0, s); }
+static void attend_case(AttendCase t, TestStep *s) { attend_case_tail(t, 0, 0, s); }
 
-static void attend_chain_tail(AttendCase t, int tail_slots, int len, int n) {
+static void attend_chain_tail(AttendCase t, int tail_slots, int reach, int len, int n) {
     TestStep *s = alloc_or_die(1, sizeof *s);
     add_chain(s, 0, len, n);
-    attend_case_tail(t, tail_slots, s);
+    attend_case_tail(t, tail_slots, reach, s);
     free(s);
 }
-static void attend_chain(AttendCase t, int len, int n) { attend_chain_tail(t, 0, len, n); }
+static void attend_chain(AttendCase t, int len, int n) { attend_chain_tail(t, 0, 0, len, n); }
 
 // attend with `store` compared with qkv_store and then attend: all rows at once, in two views of the step, and directly
 // after a product, as in a layer, where a backend may start it earlier.
@@ -1739,7 +1740,7 @@ static void attend_quantised(KvType type, TestStep *s) {
         attend_case((AttendCase){ type, k ? 512 : 256, 4, 1, 192, k ? 64 : 0, k ? 0 : 70, OWN_CAUSAL, false, false, 1 },
                     s);
         attend_case_tail((AttendCase){ type, k ? 512 : 256, 4, 1, 192, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 },
-                         128, s);
+                         128, 64, s);
         memset(s, 0, sizeof *s);
         add_chain(s, 0, 75, 5);
         add_chain(s, 1, 75, 5);
@@ -1747,11 +1748,12 @@ static void attend_quantised(KvType type, TestStep *s) {
         attend_store_case((AttendCase){ type, k ? 512 : 256, 4, 2, 192, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 }, k,
                           s);
         attend_chain_tail((AttendCase){ type, 512, 8 >> 2 * k, 1, 512, k ? 64 : 0, 0, OWN_CAUSAL, false, false, 1 },
-                          128, 200 + 7 * k, 1 + 63 * k);
+                          128, 64, 200 + 7 * k, 1 + 63 * k);
     }
-    attend_chain_tail((AttendCase){ type, 512, 8, 1, 512, 64, 0, OWN_CAUSAL, false, false, 1 }, 192, 10, 4);
-    // a prompt does not read the tail
-    attend_chain_tail((AttendCase){ type, 256, 2, 1, 512, 0, 0, OWN_CAUSAL, false, false, 1 }, 128, 100, 70);
+    attend_chain_tail((AttendCase){ type, 512, 8, 1, 512, 64, 0, OWN_CAUSAL, false, false, 1 }, 192, 128, 10, 4);
+    // of a prompt the last rows read the first ones as codes; the tail wraps within it
+    attend_chain_tail((AttendCase){ type, 256, 2, 1, 512, 0, 0, OWN_CAUSAL, false, false, 1 }, 192, 64, 100, 70);
+    attend_chain_tail((AttendCase){ type, 512, 4, 2, 512, 64, 0, OWN_CAUSAL, false, false, 1 }, 256, 64, 31, 150);
 }
 
 // attend with lists of blocks, some of them empty, compared with the reference; with all blocks listed: the bits of
@@ -2214,7 +2216,7 @@ static void test_kv_commit(void) {
                                new_cache(KV_BF16, 3, 2, 64, 320, 8), new_cache(coded, 3, 2, 256, 320, 64) };
         enum { N_CACHES = sizeof caches / sizeof *caches };
         Cache list[N_CACHES], host_list[N_CACHES];
-        if (k % 2) add_tail(&caches[3], 128);
+        if (k % 2) add_tail(&caches[3], 128, 64);
         for (int l = 0; l < N_CACHES; l++) {
             fill_cache(&caches[l]);
             put_cache(&caches[l], false);

@@ -1,6 +1,7 @@
 /* test_session.c - session files (parts/session.h): reading gives exactly what was written, bit for bit, with caches of
  * every type and rings that have wrapped; files of another model or cache, and truncated or changed files, are refused
- * with one line that names the difference, and the session is then empty. */
+ * with one line that names the difference, and the session is then empty. With a tail of f16 rows: log-probabilities
+ * do not depend on how a prompt was divided, or on what of it a session held. */
 #define TESTING
 #include "../gemma4.c"
 #include "steps.h"
@@ -181,6 +182,82 @@ static void test_round_trips(const char *e, const char *dense, const char *moe) 
     printf("window %d, ring %d\n", W, R);
 }
 
+// ---- tails ----------------------------------------------------------------------------------------------------------
+
+enum { N_TEXT = 400, N_KEPT = 240, N_JUDGED = 100 };   // tokens; of a prefix; last ones whose probabilities are compared
+
+// Runs the tokens of the text from the end of session seq to `end` in chunks. log_p (N_JUDGED) gets the logarithms of
+// the probabilities of the text's last tokens.
+static void judge(Model *m, int seq, int end, int chunk, double *log_p) {
+    static StepRow rows[N_TEXT];
+    float *logits = must(malloc((size_t)m->config.vocab * sizeof *logits));
+    for (int at = m->len[seq], n; at < end; at += n) {
+        n = min_int(chunk, end - at);
+        for (int i = 0; i < n; i++)
+            rows[i] = (StepRow){ .token = text[at + i], .output = at + i >= N_TEXT - N_JUDGED };
+        step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = n, .rows = rows, .more = end - at - n }, 1);
+        for (int i = 0, r = 0; i < n; i++) {
+            if (!rows[i].output) continue;
+            read_logits(m, r++, logits);
+            log_p[at + i - (N_TEXT - N_JUDGED)] = logits[text[at + i + 1]] - logsumexp(logits, m->config.vocab);
+        }
+        commit_all(m);
+    }
+    free(logits);
+}
+
+// Compares with log_p, which one chunk of N_TEXT tokens gave: other chunks, a prefix from a file that a model with other
+// chunks wrote, a prefix after a rollback.
+static void same_probabilities(const char *path, ModelOptions o, const double *log_p) {
+    static const int chunks[] = { 1, 7, 64, 65 };
+    const char *file = in_tmp("prefix");
+    const size_t bytes = N_JUDGED * sizeof *log_p;
+    double got[N_JUDGED];
+    o.n_batch = 200;
+    Model *m = open_model(path, o);
+    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+        reset_session(m, 0);
+        judge(m, 0, N_TEXT, chunks[i], got);
+        CHECK(!memcmp(got, log_p, bytes), "%s: tail: chunks of %d: the first log-probability is %.4f, in one chunk %.4f",
+              path, chunks[i], got[0], log_p[0]);
+    }
+    SessionNote note = { 0 };
+    Session s = hold(m, 0, N_KEPT), r;
+    CHECK(session_to_file(&s, &note, file, NULL), "%s: %s", path, s.err);
+    take_snapshot(&s, true);
+    judge(m, 0, N_TEXT, 64, got);                       // overwrites rows of the rings and of the tail
+    for (int i = N_KEPT; i < N_TEXT; i++) push_id(s.t, &s.held, text[i]);
+    session_rollback(&s);
+    judge(m, 0, N_TEXT, 130, got);
+    CHECK(!memcmp(got, log_p, bytes), "%s: tail: after a rollback: %.4f, in one chunk %.4f", path, got[0], log_p[0]);
+    o.n_batch = N_TEXT;
+    Model *other = open_model(path, o);
+    init_session(&r, other, s.t, 1);
+    CHECK(session_from_file(&r, &note, file, NULL) == 1, "%s: tail: with larger chunks: %s", path, r.err);
+    judge(other, 1, N_TEXT, N_TEXT, got);
+    CHECK(!memcmp(got, log_p, bytes), "%s: tail: after a file: %.4f, in one chunk %.4f", path, got[0], log_p[0]);
+    session_note_free(&note);
+    free_session(&s);
+    free_session(&r);
+    close_model(m);
+    close_model(other);
+}
+
+static void test_tails(const char *path, ModelOptions o) {
+    double log_p[N_JUDGED], plain[N_JUDGED];
+    o.n_logits = N_JUDGED;
+    o.n_batch = N_TEXT;
+    Model *m = open_model(path, o);
+    judge(m, 0, N_TEXT, N_TEXT, plain);
+    close_model(m);
+    o.tail = 40;
+    m = open_model(path, o);
+    judge(m, 0, N_TEXT, N_TEXT, log_p);
+    close_model(m);
+    CHECK(memcmp(log_p, plain, sizeof plain), "%s: a prompt in one chunk does not read the tail", path);
+    same_probabilities(path, o, log_p);
+}
+
 // ---- refused files --------------------------------------------------------------------------------------------------
 
 static void expect_refusal(Model *m, const char *file, const char *word, const char *what) {
@@ -327,6 +404,7 @@ static void test_failed_write(const char *path) {
     char *before = bytes_of(file, &n);
     struct rlimit limit, low;
     getrlimit(RLIMIT_FSIZE, &limit);
+    signal(SIGXFSZ, SIG_IGN);
     low = limit;
     low.rlim_cur = n / 2;
     setrlimit(RLIMIT_FSIZE, &low);
@@ -335,6 +413,15 @@ static void test_failed_write(const char *path) {
     CHECK(!ok && strstr(s.err, file) && strstr(s.err, "the old file is unchanged"), "a full disk: '%s'", s.err);
     char *after = bytes_of(file, &n_after);
     CHECK(n == n_after && !memcmp(before, after, n), "a full disk: the old file is not as it was");
+    put_file(in_tmp("history"), "a line\n", 7);
+    low.rlim_cur = 10;
+    setrlimit(RLIMIT_FSIZE, &low);
+    const int err = append_to_file(in_tmp("history"), "another line\n", 13, 0600);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    char *lines = text_of(in_tmp("history"));
+    CHECK(err == EFBIG && !strcmp(lines, "a line\n"), "half of a line is added: error %d, '%s'", err, lines);
+    free(lines);
+    CHECK(append_to_file(path, "another line\n", 13, 0600) == EEXIST, "a line is added to a model");
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, "/dev/full", NULL) && strstr(s.err, "got a device"),
           "/dev/full: '%s'", s.err);
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, in_tmp("nowhere/s"), NULL) && strstr(s.err, "No such file"),
@@ -357,6 +444,7 @@ int main(void) {
     snprintf(paths[2], 700, "%s", moe);
     for (int i = 0; i < N_CTX + N_MORE; i++) text[i] = (int32_t)(random_unit(3, i) * 256);
     test_round_trips(paths[0], paths[1], paths[2]);
+    for (int i = 0; i < 2; i++) test_tails(paths[i], with_types(KV_TQ3, i ? KV_TQ3 : KV_Q8_0, false));
     test_damage(paths[0]);
     test_others(paths[0], paths[1]);
     test_failed_write(paths[0]);

@@ -11,7 +11,7 @@ JSON each. --keep-going: more seeds after one that found something. Needs Python
 Not equal by documentation (docs/server.md, docs/usage.md), counted in the last line:
   held    the prompt has an earlier answer, which a session holds in the tokens that the model wrote; with cache_prompt false
           the same request must be equal, which is asked then
-  chunks  --pflash or --kv-tail with chunks over 64 tokens: what is held was run in other chunks; equal with cache_prompt false
+  chunks  --pflash with chunks over 64 tokens: what is held was run in other chunks; equal with cache_prompt false
   ties    a tree on a GPU, where two tokens are within 1e-3, or the token is drawn"""
 import argparse, http.client, json, os, random, re, shutil, signal, subprocess, sys, tempfile, threading, time
 
@@ -374,8 +374,10 @@ class Setting:
         if r.random() < 0.25:
             sparse = r.choice([1, 0.02, 0.1, 0.5, 0.9])
             cache += ["--pflash", str(sparse), "--pflash-from", str(r.choice([0, 128, 600]))]
+            if tail and {k, v} & set(GROUPED):
+                sparse = min(sparse, 0.9)              # prompts do not read the tail, so 1 is not dense
             alone = alone if sparse == 1 else list(cache)            # 1 is dense, bit for bit
-        self.free = self.chunk <= 64 or not ((tail and {k, v} & set(GROUPED)) or (sparse and sparse < 1))
+        self.free = self.chunk <= 64 or not (sparse and sparse < 1)
         if not self.free:
             self.n_ctx = min(self.n_ctx, 1024)         # beyond, chunks end where --cache-ram lets a prompt leave copies
         self.spec, self.tree = [], False
