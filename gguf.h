@@ -292,7 +292,7 @@ float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale
 
 // The same for n_w consecutive weight rows and n_rows consecutive packed activation rows: out[r*out_stride + i] has
 // exactly the bits of gguf_dot_q8 for weight row i and activation row r. This is the fast form, for a single row too:
-// activations are packed once for all weight rows, and each weight block is unpacked once for up to 32 rows. To use
+// activations are packed once for all weight rows, and each weight block is unpacked once for 32 rows or more. To use
 // several threads, give each thread a range of weight rows. A packed row takes gguf_packed_size(n) bytes, at an address
 // aligned for float (64 bytes is best). Its layout depends on the build; do not store it in files.
 size_t gguf_packed_size(size_t n);
@@ -1979,8 +1979,8 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
 #define GGUF__VECTOR_LOOP
 #endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define GGUF__DPBUSD _mm256_dpbusd_epi32
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define GGUF__WIDE                                  // dot products with vectors of 512 bits
 #elif defined(__AVXVNNI__)
 #define GGUF__DPBUSD _mm256_dpbusd_avx_epi32
 #endif
@@ -2477,6 +2477,110 @@ void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, con
     else gguf__dot_float_rows(GGUF_BF16, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
 }
 
+enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight rows and activation rows of a tile
+
+GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gguf__offset_bits(type); }
+
+GGUF__INLINE bool gguf__by_half(int type) { return gguf__n_scales(type) == 2 || type == GGUF_NVFP4; }
+
+// Copies n <= 256 values and their scales. Fewer than 256 are repeated until the part is full: then one part can hold
+// the last groups of several weight rows.
+static void gguf__repeat(const int8_t *q, const float *scale, size_t n, int8_t *part, float *scales) {
+    for (size_t at = 0; at < 256; at += n) {
+        const size_t m = 256 - at < n ? 256 - at : n;
+        memcpy(part + at, q, m);
+        memcpy(scales + at / 32, scale, m / 32 * sizeof *scale);
+    }
+}
+
+#ifdef GGUF__WIDE
+#define GGUF__8_INTS(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
+typedef struct {
+    int8_t q[256];                  // in element order
+    float sum[3][8];                // of q: both halves of each group; the whole group
+    float scale[8];
+} Gguf__Acts;
+
+typedef struct { Gguf__Codes c; } Gguf__Weights;
+
+// What the codes have in excess when they meet activations: vpdpbusd multiplies unsigned by signed bytes, so codes that
+// are still signed get 128 added. The excess times the sum of the activations is then subtracted from the sum.
+GGUF__INLINE int gguf__excess(int type) { return gguf__is_signed(type) ? 128 : gguf__offset(type); }
+
+// 64 bytes that were written as vectors of 32: the processor forwards a store only to loads inside of it.
+GGUF__INLINE __m512i gguf__two_32(const int8_t *p) {
+    const __m256i *v = (const __m256i *)(const void *)p;
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(v)), _mm256_loadu_si256(v + 1), 1);
+}
+
+// Sums of w*q over the first halves of the eight groups, then over the second halves. is_signed: w + 128 in place of w.
+GGUF__INLINE __m512i gguf__dot_halves(const int8_t *restrict w, bool is_signed, const int8_t *restrict q) {
+    const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    __m512i s[4], t[2];
+    for (int i = 0; i < 4; i++) {                   // s[i]: four lanes for each half of groups 2i and 2i + 1
+        __m512i v = gguf__two_32(w + 64 * i);
+        if (is_signed) v = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
+        s[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, _mm512_loadu_si512(q + 64 * i));
+    }
+    for (int i = 0; i < 2; i++)
+        t[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(s[2 * i], s[2 * i + 1]),
+                                _mm512_unpackhi_epi32(s[2 * i], s[2 * i + 1]));
+    t[0] = _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
+    return _mm512_permutexvar_epi32(order, t[0]);
+}
+
+// Packs n <= 256 values.
+static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts *p) {
+    int8_t ones[256];
+    memset(ones, 1, sizeof ones);
+    gguf__repeat(q, scale, n, p->q, p->scale);
+    const __m512 sum = _mm512_cvtepi32_ps(gguf__dot_halves(ones, false, p->q));
+    _mm512_storeu_ps(p->sum[0], sum);
+    _mm256_storeu_ps(p->sum[2], _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1)));
+}
+
+GGUF__INLINE void gguf__unpack_words(int type, const uint8_t *b, int n, Gguf__Weights *restrict w) {
+    gguf__unpack(type, b, n, &w->c);
+}
+
+// Adds the terms of eight groups to the partial sums. Integers below 2^24 are exact in f32, so their products and sums
+// are computed there, also with one rounding for a product and a sum.
+GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, const Gguf__Acts *restrict x,
+                                 float *restrict acc) {
+    const Gguf__Codes *c = &w->c;
+    const int n_scales = gguf__n_scales(type), excess = gguf__excess(type);
+    const bool by_half = gguf__by_half(type);
+    const __m512i dot = gguf__dot_halves(c->w, gguf__is_signed(type), x->q);
+    const __m256 scale = _mm256_loadu_ps(x->scale), b = _mm256_loadu_ps(c->b);
+    const __m256 a = _mm256_mul_ps(_mm256_loadu_ps(c->a), scale);
+    __m256 i, m, term;
+    if (by_half) {
+        __m512 f = _mm512_cvtepi32_ps(dot);
+        if (excess) f = _mm512_fnmadd_ps(_mm512_set1_ps((float)excess), _mm512_loadu_ps(x->sum[0]), f);
+        if (n_scales) f = _mm512_mul_ps(f, _mm512_cvtepi32_ps(_mm512_loadu_si512(c->sc)));
+        i = _mm512_castps512_ps256(f);
+        m = _mm512_extractf32x8_ps(f, 1);
+        term = type != GGUF_NVFP4 ? _mm256_mul_ps(a, _mm256_add_ps(i, m))
+                                  : _mm256_add_ps(_mm256_mul_ps(a, i), _mm256_mul_ps(_mm256_mul_ps(b, scale), m));
+    } else {
+        i = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm512_castsi512_si256(dot), _mm512_extracti32x8_epi32(dot, 1)));
+        if (excess) i = _mm256_fnmadd_ps(_mm256_set1_ps((float)excess), _mm256_loadu_ps(x->sum[2]), i);
+        if (n_scales) i = _mm256_mul_ps(i, _mm256_cvtepi32_ps(GGUF__8_INTS(c->sc[0])));
+        term = _mm256_mul_ps(a, i);
+    }
+    if (gguf__has_min(type)) {
+        if (n_scales == 2) {
+            const __m512 f = _mm512_mul_ps(_mm512_loadu_ps(x->sum[0]), _mm512_cvtepi32_ps(_mm512_loadu_si512(c->mn)));
+            m = _mm256_add_ps(_mm512_castps512_ps256(f), _mm512_extractf32x8_ps(f, 1));
+        } else {
+            m = _mm256_loadu_ps(x->sum[2]);
+            if (n_scales) m = _mm256_mul_ps(m, _mm256_cvtepi32_ps(GGUF__8_INTS(c->mn[0])));
+        }
+        term = _mm256_add_ps(term, _mm256_mul_ps(_mm256_mul_ps(b, scale), m));
+    }
+    _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), term));
+}
+#else
 // Adds the terms of eight groups to the partial sums. dot and sum hold the sums of w*q and of q, for both halves of
 // each group; sum is read only if the type has a minimum. The AVX2 code does the same as the loop, for eight groups at
 // a time.
@@ -2548,17 +2652,11 @@ typedef struct {
     int8_t words[256];
 } Gguf__Weights;
 
-enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight rows and activation rows of a tile
-
 #ifdef GGUF__DPBUSD
 enum { GGUF__DOT_OF_UNSIGNED = 1 };
 #else
 enum { GGUF__DOT_OF_UNSIGNED = 0 };
 #endif
-
-GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gguf__offset_bits(type); }
-
-size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
 
 // Loads the words of four groups, which are `stride` bytes apart.
 GGUF__INLINE void gguf__transpose_words(const void *in, size_t stride, int flip, int8_t *out) {
@@ -2645,26 +2743,13 @@ GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf
 #endif
 }
 
-// Packs n <= 256 values. Fewer than 256 are repeated until the part is full: then one part can hold the last groups of
-// several weight rows.
 static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts *p) {
     int8_t part[256], ones[256];
-    for (size_t at = 0; at < 256; at += n) {
-        const size_t m = 256 - at < n ? 256 - at : n;
-        memcpy(part + at, q, m);
-        memcpy(p->scale + at / 32, scale, m / 32 * sizeof *scale);
-    }
+    gguf__repeat(q, scale, n, part, p->scale);
     for (int odd = 0; odd < 2; odd++) gguf__transpose_words(part + 32 * odd, 64, 0, p->q + 128 * odd);
     memset(ones, 1, sizeof ones);
     gguf__dot_words(GGUF_Q4_1, ones, p, p->sum);    // Q4_1: codes have neither sign nor offset
     for (int i = 0; i < 16; i++) p->start[i / 8][i % 8] = -128 * p->sum[i / 8][i % 8];
-}
-
-void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
-    Gguf__Acts *p = (Gguf__Acts *)packed;
-    assert(n % 32 == 0);
-    for (; n > 256; n -= 256, q += 256, scale += 8) gguf__pack(q, scale, 256, p++);
-    if (n) gguf__pack(q, scale, n, p);
 }
 
 // Unpacks n groups of a weight row at b into a part. A byte of Q4_K holds an element of an even group and one of an odd
@@ -2689,6 +2774,16 @@ GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, cons
     int32_t dot[2][8];
     gguf__dot_words(type, w->words, x, dot);
     gguf__add_terms(type, &w->c, dot, x->sum, x->scale, acc);
+}
+#endif
+
+size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
+
+void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
+    Gguf__Acts *p = (Gguf__Acts *)packed;
+    assert(n % 32 == 0);
+    for (; n > 256; n -= 256, q += 256, scale += 8) gguf__pack(q, scale, 256, p++);
+    if (n) gguf__pack(q, scale, n, p);
 }
 
 GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
@@ -2763,6 +2858,267 @@ GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, siz
     }
 }
 
+#ifdef GGUF__WIDE
+// ---- products of many rows with 512 bits ----
+// A panel is a part of 16 weight rows with the rows in the lanes of its vectors: no sum goes across lanes, and a factor
+// of an activation row is one broadcast. Panels are unpacked once for up to GGUF__PANEL_ROWS activation rows.
+enum { GGUF__PANEL_FROM = 6, GGUF__PANELS = 2, GGUF__PANEL_ROWS = 256, GGUF__PANEL_PARTS = 4, GGUF__BLOCK_ROWS = 16 };
+
+typedef struct {                    // Gguf__Codes of 16 rows, transposed in words of four bytes
+    int8_t w[64][64];               // word k of all rows: 8 words for each of 8 groups
+    float a[8][16], b[8][16], sc[2][8][16], mn[2][8][16];
+} Gguf__Panel;
+
+// out[k] = word k of 16 rows, which are `stride` bytes apart; k < 16.
+GGUF__INLINE void gguf__transpose_16(const char *in, size_t stride, char *out) {
+    for (int quad = 0; quad < 4; quad++, in += 16, out += 256) {
+        __m512i v[4], lo[2], hi[2];
+        for (int i = 0; i < 4; i++) {               // v[i]: four words of rows i, 4 + i, 8 + i, 12 + i
+            const char *p = in + (size_t)i * stride;
+#define GGUF__4_WORDS(j) _mm_loadu_si128((const __m128i *)(const void *)(p + 4 * (j) * stride))
+            v[i] = _mm512_castsi128_si512(GGUF__4_WORDS(0));
+            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x00f0, GGUF__4_WORDS(1));
+            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x0f00, GGUF__4_WORDS(2));
+            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0xf000, GGUF__4_WORDS(3));
+#undef GGUF__4_WORDS
+        }
+        for (int i = 0; i < 2; i++) {
+            lo[i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+            hi[i] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+        }
+        _mm512_storeu_si512(out, _mm512_unpacklo_epi64(lo[0], lo[1]));
+        _mm512_storeu_si512(out + 64, _mm512_unpackhi_epi64(lo[0], lo[1]));
+        _mm512_storeu_si512(out + 128, _mm512_unpacklo_epi64(hi[0], hi[1]));
+        _mm512_storeu_si512(out + 192, _mm512_unpackhi_epi64(hi[0], hi[1]));
+    }
+}
+
+// Unpacks n groups of n_w <= 16 weight rows at b; the lanes of rows beyond n_w repeat the last row. `minus` is
+// subtracted from the codes.
+GGUF__INLINE void gguf__unpack_panel(int type, const uint8_t *b, size_t row_size, size_t n_w, int n, int minus,
+                                     Gguf__Panel *restrict p) {
+    Gguf__Codes c[16];
+    char *out = (char *)p;
+    for (size_t i = 0; i < 16; i++) gguf__unpack(type, b + (i < n_w ? i : n_w - 1) * row_size, n, &c[i]);
+    for (size_t at = 0; at < sizeof *c; at += 64) {             // w: 0 .. 255; a, b: 256; sc: 320; mn: 384
+        if (at >= 320 && !gguf__n_scales(type)) break;
+        if (at >= 384 && !gguf__has_min(type)) break;
+        gguf__transpose_16((const char *)c + at, sizeof *c, out + 16 * at);
+    }
+    for (int k = 0; k < 64 && minus; k++)
+        _mm512_storeu_si512(p->w[k], _mm512_sub_epi8(_mm512_loadu_si512(p->w[k]), _mm512_set1_epi8((char)minus)));
+    for (size_t at = 320; at < sizeof *c && gguf__n_scales(type); at += 4)      // integer factors become floats
+        _mm512_storeu_ps(out + 16 * at, _mm512_cvtepi32_ps(_mm512_loadu_si512(out + 16 * at)));
+}
+
+typedef struct { __m512 a, b, sc[2], mn[2]; } Gguf__Factors;    // of one group of a panel
+
+GGUF__INLINE Gguf__Factors gguf__factors(const Gguf__Panel *p, int g) {
+    Gguf__Factors f;
+    f.a = _mm512_loadu_ps(p->a[g]);
+    f.b = _mm512_loadu_ps(p->b[g]);
+    for (int h = 0; h < 2; h++) {
+        f.sc[h] = _mm512_loadu_ps(p->sc[h][g]);
+        f.mn[h] = _mm512_loadu_ps(p->mn[h][g]);
+    }
+    return f;
+}
+
+// Adds the terms of group g of 16 weight rows and one activation row. dot: sums over its halves, or over the group in
+// dot[0].
+GGUF__INLINE void gguf__add_lanes(int type, const Gguf__Factors *f, const Gguf__Acts *x, int g, const __m512 *dot,
+                                  float *acc) {
+    const int n_scales = gguf__n_scales(type);
+    const __m512 scale = _mm512_set1_ps(x->scale[g]), a = _mm512_mul_ps(f->a, scale);
+    __m512 term, i = dot[0], m;
+    if (type == GGUF_NVFP4) {
+        term = _mm512_add_ps(_mm512_mul_ps(a, i), _mm512_mul_ps(_mm512_mul_ps(f->b, scale), dot[1]));
+    } else {
+        if (n_scales) i = _mm512_mul_ps(i, f->sc[0]);
+        if (n_scales == 2) i = _mm512_fmadd_ps(dot[1], f->sc[1], i);
+        term = _mm512_mul_ps(a, i);
+    }
+    if (gguf__has_min(type)) {
+        m = _mm512_set1_ps(x->sum[n_scales == 2 ? 0 : 2][g]);
+        if (n_scales) m = _mm512_mul_ps(f->mn[0], m);
+        if (n_scales == 2) m = _mm512_fmadd_ps(f->mn[1], _mm512_set1_ps(x->sum[1][g]), m);
+        term = _mm512_add_ps(term, _mm512_mul_ps(_mm512_mul_ps(f->b, scale), m));
+    }
+    _mm512_store_ps(acc, _mm512_add_ps(_mm512_load_ps(acc), term));
+}
+
+typedef float Gguf__Sums[8][16];    // partial sums of 16 weight rows and one activation row
+
+// n groups of a panel times n_rows activation rows, `parts` Acts apart.
+GGUF__INLINE void gguf__dot_panel(int type, const Gguf__Panel *p, int n, const Gguf__Acts *x, size_t parts,
+                                  size_t n_rows, Gguf__Sums *acc) {
+    const int excess = gguf__excess(type), by_half = gguf__by_half(type);
+    for (int g = 0; g < n; g++) {
+        const Gguf__Factors f = gguf__factors(p, g);
+        __m512i w[8];
+        for (int k = 0; k < 8; k++) w[k] = _mm512_loadu_si512(p->w[8 * g + k]);
+        for (size_t r = 0; r < n_rows; r++) {
+            const Gguf__Acts *xr = x + r * parts;
+            __m512i s[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+            __m512 dot[2];
+            for (int k = 0; k < 8; k++) {
+                int32_t word;
+                memcpy(&word, xr->q + 32 * g + 4 * k, 4);
+                s[by_half && k >= 4] = _mm512_dpbusd_epi32(s[by_half && k >= 4], w[k], _mm512_set1_epi32(word));
+            }
+            for (int h = 0; h <= by_half; h++) {
+                dot[h] = _mm512_cvtepi32_ps(s[h]);
+                if (excess)
+                    dot[h] = _mm512_fnmadd_ps(_mm512_set1_ps((float)excess),
+                                              _mm512_set1_ps(xr->sum[by_half ? h : 2][g]), dot[h]);
+            }
+            gguf__add_lanes(type, &f, xr, g, dot, acc[r][g]);
+        }
+    }
+}
+
+// ---- the same with AMX: registers of 16 x 64 bytes, and one instruction for 16 x 16 dot products of int8 ----
+// A test defines GGUF__TILE_TWIN and the functions up to #endif in C, since few processors have the instructions.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define GGUF__TILES
+#endif
+#if defined(GGUF__TILES) && !defined(GGUF__TILE_TWIN)
+#include <cpuid.h>
+#include <sys/syscall.h>
+
+// True: the processor has the instructions, and the system lets this process use the registers.
+static bool gguf__ask_for_tiles(void) {
+    enum { HAS_TILES = 1 << 24, HAS_INT8 = 1 << 25, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & HAS_TILES) || !(d & HAS_INT8)) return false;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+// Sets the sizes of the registers of this thread: 0, 1 results of n_rows activation rows and 16 weight rows; 2, 3
+// activations, 4, 5 weights, of n codes (a multiple of 4) of each row.
+static void gguf__set_tiles(size_t n_rows, size_t n) {
+    struct { uint8_t palette, start_row, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } c = {.palette = 1};
+    for (int t = 0; t < 6; t++) {
+        c.row_bytes[t] = (uint16_t)(t / 2 == 1 ? n : 64);
+        c.rows[t] = (uint8_t)(t / 2 == 2 ? n / 4 : n_rows);
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(c));
+}
+
+static void gguf__release_tiles(void) { __asm__ volatile("tilerelease"); }      // the system need not save them
+
+// dot[k][r][i] = sum of w*q, for k = 0, 1, over n codes of activation row r at q + k*q_step and weight row i at
+// w + k*w_step. Activation rows are q_stride bytes apart; words of the weights 64 bytes, row i at byte 4*i.
+static inline void gguf__dot_tiles(const int8_t *q, size_t q_stride, size_t q_step, const int8_t *w, size_t w_step,
+                                   int32_t (*dot)[16][16]) {
+    __asm__ volatile("tilezero %%tmm0\n\ttilezero %%tmm1\n\t"
+                     "tileloadd (%0,%2,1), %%tmm2\n\ttileloadd (%3,%5,1), %%tmm4\n\t"
+                     "tileloadd (%1,%2,1), %%tmm3\n\ttileloadd (%4,%5,1), %%tmm5\n\t"
+                     "tdpbssd %%tmm4, %%tmm2, %%tmm0\n\ttdpbssd %%tmm5, %%tmm3, %%tmm1\n\t"
+                     "tilestored %%tmm0, (%6,%5,1)\n\ttilestored %%tmm1, (%7,%5,1)"
+                     : : "r"(q), "r"(q + q_step), "r"(q_stride), "r"(w), "r"(w + w_step), "r"((size_t)64), "r"(dot[0]),
+                     "r"(dot[1]) : "memory");
+}
+#endif
+
+#ifdef GGUF__TILES
+static bool gguf__has_tiles(void) {
+    static int state;                               // 0: not asked yet; 1: no; 2: yes
+    int is = __atomic_load_n(&state, __ATOMIC_RELAXED);
+    if (!is) {
+        is = 1 + gguf__ask_for_tiles();
+        __atomic_store_n(&state, is, __ATOMIC_RELAXED);
+    }
+    return is == 2;
+}
+
+// As gguf__dot_panel, for signed codes and n_rows <= 16, which gguf__set_tiles knows. The products of the next two
+// groups (by_half: of the next group's halves) run while the terms of the last two are added.
+GGUF__INLINE void gguf__dot_panel_tiles(int type, const Gguf__Panel *p, int n, const Gguf__Acts *x, size_t parts,
+                                        size_t n_rows, Gguf__Sums *acc) {
+    const int by_half = gguf__by_half(type), step = by_half ? 1 : 2;
+    const size_t codes = by_half ? 16 : 32, stride = parts * sizeof *x;
+    _Alignas(64) int32_t dots[2][2][16][16];
+    gguf__dot_tiles(x->q, stride, codes, p->w[0], 16 * codes, dots[0]);
+    for (int g = 0; g < n; g += step) {
+        const int next = g + step, at = g / step % 2;
+        if (next < n)
+            gguf__dot_tiles(x->q + 32 * next, stride, codes, p->w[8 * next], 16 * codes, dots[1 - at]);
+        for (int k = 0; k < step && g + k < n; k++) {
+            const Gguf__Factors f = gguf__factors(p, g + k);
+            for (size_t r = 0; r < n_rows; r++) {
+                __m512 dot[2];
+                for (int h = 0; h <= by_half; h++)
+                    dot[h] = _mm512_cvtepi32_ps(_mm512_load_si512(dots[at][by_half ? h : k][r]));
+                gguf__add_lanes(type, &f, x + r * parts, g + k, dot, acc[r][g + k]);
+            }
+        }
+    }
+}
+#else
+static bool gguf__has_tiles(void) { return false; }
+#endif
+
+// n_w <= 32 weight rows times n_rows <= GGUF__PANEL_ROWS activation rows.
+GGUF__INLINE void gguf__dot_panels(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x,
+                                   size_t parts, size_t n_rows, size_t n, float *out, size_t out_stride) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes, n_panels = (n_w + 15) / 16;
+    const bool tiles = gguf__has_tiles();
+    const int minus = tiles ? gguf__offset(type) : gguf__is_signed(type) ? -128 : 0;
+    size_t tile_rows = 0;
+    _Alignas(64) Gguf__Sums acc[GGUF__PANELS][GGUF__PANEL_ROWS];
+    _Alignas(64) Gguf__Panel panel[GGUF__PANELS][GGUF__PANEL_PARTS];
+    for (size_t p = 0; p < n_panels; p++) memset(acc[p], 0, n_rows * sizeof *acc[p]);
+    for (size_t part = 0; part < parts; part += GGUF__PANEL_PARTS, x += GGUF__PANEL_PARTS) {
+        int groups[GGUF__PANEL_PARTS], n_parts = 0;
+        for (; n_parts < GGUF__PANEL_PARTS && part + (size_t)n_parts < parts; n_parts++) {
+            const size_t left = n - 256 * (part + (size_t)n_parts);
+            groups[n_parts] = left < 256 ? (int)(left / 32) : 8;
+            for (size_t p = 0; p < n_panels; p++)
+                gguf__unpack_panel(type, b + 16 * p * row_size + (part + (size_t)n_parts) * bytes, row_size,
+                                   n_w - 16 * p < 16 ? n_w - 16 * p : 16, groups[n_parts], minus, &panel[p][n_parts]);
+        }
+        for (size_t r = 0; r < n_rows; r += GGUF__BLOCK_ROWS) {
+            const size_t rows = n_rows - r < GGUF__BLOCK_ROWS ? n_rows - r : GGUF__BLOCK_ROWS;
+            const Gguf__Acts *xr = x + r * parts;
+#ifdef GGUF__TILES
+            if (tiles && rows != tile_rows) gguf__set_tiles(tile_rows = rows, gguf__by_half(type) ? 16 : 32);
+            for (size_t p = 0; p < n_panels && tiles; p++)
+                for (int j = 0; j < n_parts; j++)
+                    gguf__dot_panel_tiles(type, &panel[p][j], groups[j], xr + j, parts, rows, acc[p] + r);
+#endif
+            for (size_t p = 0; p < n_panels && !tiles; p++)
+                for (int j = 0; j < n_parts; j++)
+                    gguf__dot_panel(type, &panel[p][j], groups[j], xr + j, parts, rows, acc[p] + r);
+        }
+    }
+#ifdef GGUF__TILES
+    if (tile_rows) gguf__release_tiles();
+#endif
+    for (size_t p = 0; p < n_panels; p++)
+        for (size_t r = 0; r < n_rows; r++) {
+            const size_t lanes = n_w - 16 * p < 16 ? n_w - 16 * p : 16;
+            __m512 s[8];
+            for (int g = 0; g < 8; g++) s[g] = _mm512_load_ps(acc[p][r][g]);
+            for (int h = 4; h > 0; h /= 2)
+                for (int g = 0; g < h; g++) s[g] = _mm512_add_ps(s[g], s[g + h]);
+            _mm512_mask_storeu_ps(out + r * out_stride + 16 * p, (__mmask16)(0xffffu >> (16 - lanes)), s[0]);
+        }
+}
+
+static void gguf__dot_all_panels(int type, const uint8_t *w, size_t row_size, size_t n_w, const Gguf__Acts *x,
+                                 size_t n_rows, size_t n, float *out, size_t out_stride) {
+    const size_t parts = (n + 255) / 256;
+    for (size_t r = 0; r < n_rows; r += GGUF__PANEL_ROWS)
+        for (size_t i = 0; i < n_w; i += 16 * GGUF__PANELS) {
+            const size_t few_w = n_w - i < 16 * GGUF__PANELS ? n_w - i : 16 * GGUF__PANELS;
+            const size_t rows = n_rows - r < GGUF__PANEL_ROWS ? n_rows - r : GGUF__PANEL_ROWS;
+            GGUF__FOR_TYPE(type, gguf__dot_panels(T, w + i * row_size, row_size, few_w, x + r * parts, parts, rows, n,
+                                                  out + r * out_stride + i, out_stride))
+        }
+}
+#endif
+
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
                       float *out, size_t out_stride) {
     const size_t row_size = gguf_row_size(type, n), parts = (n + 255) / 256;
@@ -2772,6 +3128,13 @@ void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, s
         GGUF__FOR_TYPE(type, gguf__dot_row(T, (const uint8_t *)w, row_size, n_w, x, n, out))
         return;
     }
+#ifdef GGUF__WIDE
+    if (n_rows >= GGUF__PANEL_FROM) {
+        gguf__dot_all_panels(type, (const uint8_t *)w, row_size, n_w, (const Gguf__Acts *)packed, n_rows, n, out,
+                             out_stride);
+        return;
+    }
+#endif
     for (size_t i = 0; i < n_w; i += GGUF__TILE_W)
         for (size_t r = 0; r < n_rows; r += GGUF__TILE_ROWS) {
             const size_t tile_w = n_w - i < GGUF__TILE_W ? n_w - i : GGUF__TILE_W;

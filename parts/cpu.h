@@ -349,10 +349,10 @@ static void cpu_matmul(const Matmul *o) {
         n += o->w[k]->rows;
     }
     const InputJob job = { o, prepare(&o->in, o->n_rows, o->w[0]->cols, quantise) };
-    parallel(n, chunk_size(n, 16), matmul_columns, &job);
+    parallel(n, chunk_size(n, o->n_rows == 1 ? 16 : 32), matmul_columns, &job);
 }
 
-enum { TILE_ROWS = 32 };      // rows of an output tile that combines several products; it has 16 or 32 columns
+enum { TILE_ROWS = 256 };     // rows of an output tile that combines several products; it has 16 or 32 columns
 
 // out[r][i] = act(gate y) * (up y) for 32 columns from `first` on and n_rows <= TILE_ROWS rows. up NULL: a fused
 // tensor, the n rows of up follow those of gate.
