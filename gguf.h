@@ -1979,8 +1979,9 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
 #define GGUF__VECTOR_LOOP
 #endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#define GGUF__WIDE                                  // dot products with vectors of 512 bits
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#define GGUF__WIDE                                  // products of many rows use vectors of 512 bits
+#define GGUF__DPBUSD _mm256_dpbusd_epi32
 #elif defined(__AVXVNNI__)
 #define GGUF__DPBUSD _mm256_dpbusd_avx_epi32
 #endif
@@ -2477,110 +2478,6 @@ void gguf_dot_f32_rows(int type, const void *w, size_t n_w, size_t w_stride, con
     else gguf__dot_float_rows(GGUF_BF16, p, n_w, w_stride, x, n_rows, x_stride, n, out, out_stride);
 }
 
-enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight rows and activation rows of a tile
-
-GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gguf__offset_bits(type); }
-
-GGUF__INLINE bool gguf__by_half(int type) { return gguf__n_scales(type) == 2 || type == GGUF_NVFP4; }
-
-// Copies n <= 256 values and their scales. Fewer than 256 are repeated until the part is full: then one part can hold
-// the last groups of several weight rows.
-static void gguf__repeat(const int8_t *q, const float *scale, size_t n, int8_t *part, float *scales) {
-    for (size_t at = 0; at < 256; at += n) {
-        const size_t m = 256 - at < n ? 256 - at : n;
-        memcpy(part + at, q, m);
-        memcpy(scales + at / 32, scale, m / 32 * sizeof *scale);
-    }
-}
-
-#ifdef GGUF__WIDE
-#define GGUF__8_INTS(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
-typedef struct {
-    int8_t q[256];                  // in element order
-    float sum[3][8];                // of q: both halves of each group; the whole group
-    float scale[8];
-} Gguf__Acts;
-
-typedef struct { Gguf__Codes c; } Gguf__Weights;
-
-// What the codes have in excess when they meet activations: vpdpbusd multiplies unsigned by signed bytes, so codes that
-// are still signed get 128 added. The excess times the sum of the activations is then subtracted from the sum.
-GGUF__INLINE int gguf__excess(int type) { return gguf__is_signed(type) ? 128 : gguf__offset(type); }
-
-// 64 bytes that were written as vectors of 32: the processor forwards a store only to loads inside of it.
-GGUF__INLINE __m512i gguf__two_32(const int8_t *p) {
-    const __m256i *v = (const __m256i *)(const void *)p;
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(v)), _mm256_loadu_si256(v + 1), 1);
-}
-
-// Sums of w*q over the first halves of the eight groups, then over the second halves. is_signed: w + 128 in place of w.
-GGUF__INLINE __m512i gguf__dot_halves(const int8_t *restrict w, bool is_signed, const int8_t *restrict q) {
-    const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    __m512i s[4], t[2];
-    for (int i = 0; i < 4; i++) {                   // s[i]: four lanes for each half of groups 2i and 2i + 1
-        __m512i v = gguf__two_32(w + 64 * i);
-        if (is_signed) v = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
-        s[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, _mm512_loadu_si512(q + 64 * i));
-    }
-    for (int i = 0; i < 2; i++)
-        t[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(s[2 * i], s[2 * i + 1]),
-                                _mm512_unpackhi_epi32(s[2 * i], s[2 * i + 1]));
-    t[0] = _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
-    return _mm512_permutexvar_epi32(order, t[0]);
-}
-
-// Packs n <= 256 values.
-static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts *p) {
-    int8_t ones[256];
-    memset(ones, 1, sizeof ones);
-    gguf__repeat(q, scale, n, p->q, p->scale);
-    const __m512 sum = _mm512_cvtepi32_ps(gguf__dot_halves(ones, false, p->q));
-    _mm512_storeu_ps(p->sum[0], sum);
-    _mm256_storeu_ps(p->sum[2], _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1)));
-}
-
-GGUF__INLINE void gguf__unpack_words(int type, const uint8_t *b, int n, Gguf__Weights *restrict w) {
-    gguf__unpack(type, b, n, &w->c);
-}
-
-// Adds the terms of eight groups to the partial sums. Integers below 2^24 are exact in f32, so their products and sums
-// are computed there, also with one rounding for a product and a sum.
-GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, const Gguf__Acts *restrict x,
-                                 float *restrict acc) {
-    const Gguf__Codes *c = &w->c;
-    const int n_scales = gguf__n_scales(type), excess = gguf__excess(type);
-    const bool by_half = gguf__by_half(type);
-    const __m512i dot = gguf__dot_halves(c->w, gguf__is_signed(type), x->q);
-    const __m256 scale = _mm256_loadu_ps(x->scale), b = _mm256_loadu_ps(c->b);
-    const __m256 a = _mm256_mul_ps(_mm256_loadu_ps(c->a), scale);
-    __m256 i, m, term;
-    if (by_half) {
-        __m512 f = _mm512_cvtepi32_ps(dot);
-        if (excess) f = _mm512_fnmadd_ps(_mm512_set1_ps((float)excess), _mm512_loadu_ps(x->sum[0]), f);
-        if (n_scales) f = _mm512_mul_ps(f, _mm512_cvtepi32_ps(_mm512_loadu_si512(c->sc)));
-        i = _mm512_castps512_ps256(f);
-        m = _mm512_extractf32x8_ps(f, 1);
-        term = type != GGUF_NVFP4 ? _mm256_mul_ps(a, _mm256_add_ps(i, m))
-                                  : _mm256_add_ps(_mm256_mul_ps(a, i), _mm256_mul_ps(_mm256_mul_ps(b, scale), m));
-    } else {
-        i = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm512_castsi512_si256(dot), _mm512_extracti32x8_epi32(dot, 1)));
-        if (excess) i = _mm256_fnmadd_ps(_mm256_set1_ps((float)excess), _mm256_loadu_ps(x->sum[2]), i);
-        if (n_scales) i = _mm256_mul_ps(i, _mm256_cvtepi32_ps(GGUF__8_INTS(c->sc[0])));
-        term = _mm256_mul_ps(a, i);
-    }
-    if (gguf__has_min(type)) {
-        if (n_scales == 2) {
-            const __m512 f = _mm512_mul_ps(_mm512_loadu_ps(x->sum[0]), _mm512_cvtepi32_ps(_mm512_loadu_si512(c->mn)));
-            m = _mm256_add_ps(_mm512_castps512_ps256(f), _mm512_extractf32x8_ps(f, 1));
-        } else {
-            m = _mm256_loadu_ps(x->sum[2]);
-            if (n_scales) m = _mm256_mul_ps(m, _mm256_cvtepi32_ps(GGUF__8_INTS(c->mn[0])));
-        }
-        term = _mm256_add_ps(term, _mm256_mul_ps(_mm256_mul_ps(b, scale), m));
-    }
-    _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), term));
-}
-#else
 // Adds the terms of eight groups to the partial sums. dot and sum hold the sums of w*q and of q, for both halves of
 // each group; sum is read only if the type has a minimum. The AVX2 code does the same as the loop, for eight groups at
 // a time.
@@ -2644,6 +2541,10 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const
 typedef struct {
     int8_t q[256];
     int32_t sum[2][8], start[2][8]; // of q, both halves of each group; -128 times that
+#ifdef GGUF__WIDE                   // what panels read: q in element order, its sums over both halves and the group
+    int8_t in_order[256];
+    float sums[3][8];
+#endif
     float scale[8];
 } Gguf__Acts;
 
@@ -2652,11 +2553,18 @@ typedef struct {
     int8_t words[256];
 } Gguf__Weights;
 
+enum { GGUF__TILE_W = 4, GGUF__TILE_ROWS = 32 };        // weight rows and activation rows of a tile
+
 #ifdef GGUF__DPBUSD
 enum { GGUF__DOT_OF_UNSIGNED = 1 };
 #else
 enum { GGUF__DOT_OF_UNSIGNED = 0 };
 #endif
+
+GGUF__INLINE bool gguf__by_half(int type) { return gguf__n_scales(type) == 2 || type == GGUF_NVFP4; }
+GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gguf__offset_bits(type); }
+
+size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
 
 // Loads the words of four groups, which are `stride` bytes apart.
 GGUF__INLINE void gguf__transpose_words(const void *in, size_t stride, int flip, int8_t *out) {
@@ -2743,13 +2651,31 @@ GGUF__INLINE void gguf__dot_words(int type, const int8_t *restrict w, const Gguf
 #endif
 }
 
+// Packs n <= 256 values. Fewer than 256 are repeated until the part is full: then one part can hold the last groups of
+// several weight rows.
 static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts *p) {
     int8_t part[256], ones[256];
-    gguf__repeat(q, scale, n, part, p->scale);
+    for (size_t at = 0; at < 256; at += n) {
+        const size_t m = 256 - at < n ? 256 - at : n;
+        memcpy(part + at, q, m);
+        memcpy(p->scale + at / 32, scale, m / 32 * sizeof *scale);
+    }
     for (int odd = 0; odd < 2; odd++) gguf__transpose_words(part + 32 * odd, 64, 0, p->q + 128 * odd);
     memset(ones, 1, sizeof ones);
     gguf__dot_words(GGUF_Q4_1, ones, p, p->sum);    // Q4_1: codes have neither sign nor offset
     for (int i = 0; i < 16; i++) p->start[i / 8][i % 8] = -128 * p->sum[i / 8][i % 8];
+#ifdef GGUF__WIDE
+    memcpy(p->in_order, part, sizeof part);
+    for (int i = 0; i < 16; i++) p->sums[i / 8][i % 8] = (float)p->sum[i / 8][i % 8];
+    for (int g = 0; g < 8; g++) p->sums[2][g] = p->sums[0][g] + p->sums[1][g];
+#endif
+}
+
+void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
+    Gguf__Acts *p = (Gguf__Acts *)packed;
+    assert(n % 32 == 0);
+    for (; n > 256; n -= 256, q += 256, scale += 8) gguf__pack(q, scale, 256, p++);
+    if (n) gguf__pack(q, scale, n, p);
 }
 
 // Unpacks n groups of a weight row at b into a part. A byte of Q4_K holds an element of an even group and one of an odd
@@ -2774,16 +2700,6 @@ GGUF__INLINE void gguf__add_part(int type, const Gguf__Weights *restrict w, cons
     int32_t dot[2][8];
     gguf__dot_words(type, w->words, x, dot);
     gguf__add_terms(type, &w->c, dot, x->sum, x->scale, acc);
-}
-#endif
-
-size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
-
-void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
-    Gguf__Acts *p = (Gguf__Acts *)packed;
-    assert(n % 32 == 0);
-    for (; n > 256; n -= 256, q += 256, scale += 8) gguf__pack(q, scale, 256, p++);
-    if (n) gguf__pack(q, scale, n, p);
 }
 
 GGUF__INLINE float gguf__dot(int type, const uint8_t *b, const int8_t *q, const float *scale, size_t n) {
@@ -2911,6 +2827,10 @@ GGUF__INLINE void gguf__unpack_panel(int type, const uint8_t *b, size_t row_size
         _mm512_storeu_ps(out + 16 * at, _mm512_cvtepi32_ps(_mm512_loadu_si512(out + 16 * at)));
 }
 
+// What the codes have in excess: vpdpbusd multiplies unsigned by signed bytes, so codes that are still signed get 128
+// added. The excess times the sum of the activations is subtracted from the sum of products.
+GGUF__INLINE int gguf__excess(int type) { return gguf__is_signed(type) ? 128 : gguf__offset(type); }
+
 typedef struct { __m512 a, b, sc[2], mn[2]; } Gguf__Factors;    // of one group of a panel
 
 GGUF__INLINE Gguf__Factors gguf__factors(const Gguf__Panel *p, int g) {
@@ -2925,7 +2845,8 @@ GGUF__INLINE Gguf__Factors gguf__factors(const Gguf__Panel *p, int g) {
 }
 
 // Adds the terms of group g of 16 weight rows and one activation row. dot: sums over its halves, or over the group in
-// dot[0].
+// dot[0]. Integers below 2^24 are exact in f32, so their products and sums are computed there, also with one rounding
+// for a product and a sum (by_half).
 GGUF__INLINE void gguf__add_lanes(int type, const Gguf__Factors *f, const Gguf__Acts *x, int g, const __m512 *dot,
                                   float *acc) {
     const int n_scales = gguf__n_scales(type);
@@ -2939,9 +2860,9 @@ GGUF__INLINE void gguf__add_lanes(int type, const Gguf__Factors *f, const Gguf__
         term = _mm512_mul_ps(a, i);
     }
     if (gguf__has_min(type)) {
-        m = _mm512_set1_ps(x->sum[n_scales == 2 ? 0 : 2][g]);
+        m = _mm512_set1_ps(x->sums[n_scales == 2 ? 0 : 2][g]);
         if (n_scales) m = _mm512_mul_ps(f->mn[0], m);
-        if (n_scales == 2) m = _mm512_fmadd_ps(f->mn[1], _mm512_set1_ps(x->sum[1][g]), m);
+        if (n_scales == 2) m = _mm512_fmadd_ps(f->mn[1], _mm512_set1_ps(x->sums[1][g]), m);
         term = _mm512_add_ps(term, _mm512_mul_ps(_mm512_mul_ps(f->b, scale), m));
     }
     _mm512_store_ps(acc, _mm512_add_ps(_mm512_load_ps(acc), term));
@@ -2963,14 +2884,14 @@ GGUF__INLINE void gguf__dot_panel(int type, const Gguf__Panel *p, int n, const G
             __m512 dot[2];
             for (int k = 0; k < 8; k++) {
                 int32_t word;
-                memcpy(&word, xr->q + 32 * g + 4 * k, 4);
+                memcpy(&word, xr->in_order + 32 * g + 4 * k, 4);
                 s[by_half && k >= 4] = _mm512_dpbusd_epi32(s[by_half && k >= 4], w[k], _mm512_set1_epi32(word));
             }
             for (int h = 0; h <= by_half; h++) {
                 dot[h] = _mm512_cvtepi32_ps(s[h]);
                 if (excess)
                     dot[h] = _mm512_fnmadd_ps(_mm512_set1_ps((float)excess),
-                                              _mm512_set1_ps(xr->sum[by_half ? h : 2][g]), dot[h]);
+                                              _mm512_set1_ps(xr->sums[by_half ? h : 2][g]), dot[h]);
             }
             gguf__add_lanes(type, &f, xr, g, dot, acc[r][g]);
         }
@@ -3039,11 +2960,11 @@ GGUF__INLINE void gguf__dot_panel_tiles(int type, const Gguf__Panel *p, int n, c
     const int by_half = gguf__by_half(type), step = by_half ? 1 : 2;
     const size_t codes = by_half ? 16 : 32, stride = parts * sizeof *x;
     _Alignas(64) int32_t dots[2][2][16][16];
-    gguf__dot_tiles(x->q, stride, codes, p->w[0], 16 * codes, dots[0]);
+    gguf__dot_tiles(x->in_order, stride, codes, p->w[0], 16 * codes, dots[0]);
     for (int g = 0; g < n; g += step) {
         const int next = g + step, at = g / step % 2;
         if (next < n)
-            gguf__dot_tiles(x->q + 32 * next, stride, codes, p->w[8 * next], 16 * codes, dots[1 - at]);
+            gguf__dot_tiles(x->in_order + 32 * next, stride, codes, p->w[8 * next], 16 * codes, dots[1 - at]);
         for (int k = 0; k < step && g + k < n; k++) {
             const Gguf__Factors f = gguf__factors(p, g + k);
             for (size_t r = 0; r < n_rows; r++) {
