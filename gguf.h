@@ -2778,34 +2778,67 @@ GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, siz
 // ---- products of many rows with 512 bits ----
 // A panel is a part of 16 weight rows with the rows in the lanes of its vectors: no sum goes across lanes, and a factor
 // of an activation row is one broadcast. Panels are unpacked once for up to GGUF__PANEL_ROWS activation rows.
-enum { GGUF__PANEL_FROM = 6, GGUF__PANELS = 2, GGUF__PANEL_ROWS = 256, GGUF__PANEL_PARTS = 4, GGUF__BLOCK_ROWS = 16 };
+enum { GGUF__PANEL_FROM = 8, GGUF__PANELS = 2, GGUF__PANEL_ROWS = 256, GGUF__PANEL_PARTS = 4, GGUF__BLOCK_ROWS = 16 };
 
 typedef struct {                    // Gguf__Codes of 16 rows, transposed in words of four bytes
     int8_t w[64][64];               // word k of all rows: 8 words for each of 8 groups
     float a[8][16], b[8][16], sc[2][8][16], mn[2][8][16];
 } Gguf__Panel;
 
-// out[k] = word k of 16 rows, which are `stride` bytes apart; k < 16.
-GGUF__INLINE void gguf__transpose_16(const char *in, size_t stride, char *out) {
-    for (int quad = 0; quad < 4; quad++, in += 16, out += 256) {
-        __m512i v[4], lo[2], hi[2];
-        for (int i = 0; i < 4; i++) {               // v[i]: four words of rows i, 4 + i, 8 + i, 12 + i
-            const char *p = in + (size_t)i * stride;
-#define GGUF__4_WORDS(j) _mm_loadu_si128((const __m128i *)(const void *)(p + 4 * (j) * stride))
-            v[i] = _mm512_castsi128_si512(GGUF__4_WORDS(0));
-            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x00f0, GGUF__4_WORDS(1));
-            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x0f00, GGUF__4_WORDS(2));
-            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0xf000, GGUF__4_WORDS(3));
-#undef GGUF__4_WORDS
+// out[k] = word k of 16 rows, which are `stride` bytes apart; k < 4.
+GGUF__INLINE void gguf__4_words(const void *rows, size_t stride, __m512i out[4]) {
+    __m512i v[4], lo[2], hi[2];
+    for (size_t i = 0; i < 4; i++) {                // v[i]: four words of rows i, 4 + i, 8 + i, 12 + i
+        const char *p = (const char *)rows + i * stride;
+#define GGUF__ROW(j) _mm_loadu_si128((const __m128i *)(const void *)(p + 4 * (j) * stride))
+        v[i] = _mm512_castsi128_si512(GGUF__ROW(0));
+        v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x00f0, GGUF__ROW(1));
+        v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x0f00, GGUF__ROW(2));
+        v[i] = _mm512_mask_broadcast_i32x4(v[i], 0xf000, GGUF__ROW(3));
+#undef GGUF__ROW
+    }
+    for (int i = 0; i < 2; i++) {
+        lo[i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+        hi[i] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    }
+    out[0] = _mm512_unpacklo_epi64(lo[0], lo[1]);
+    out[1] = _mm512_unpackhi_epi64(lo[0], lo[1]);
+    out[2] = _mm512_unpacklo_epi64(hi[0], hi[1]);
+    out[3] = _mm512_unpackhi_epi64(hi[0], hi[1]);
+}
+
+// Q4_K: blocks are transposed before they are unpacked, which is half as much; scales as in gguf__q4_k_scales.
+GGUF__INLINE void gguf__unpack_panel_q4_k(const uint8_t *b, size_t row_size, size_t n_w, Gguf__Panel *restrict p) {
+    enum { BYTES = 144 };
+    const __m512i low4 = _mm512_set1_epi8(15), low6 = _mm512_set1_epi8(63), bits45 = _mm512_set1_epi8(48);
+    uint8_t rows[16][BYTES];
+    __m512i v[4], words[2][2];                      // words: scales, minima; of groups 0 .. 3, 4 .. 7
+    for (size_t i = 0; i < 16; i++) memcpy(rows[i], b + (i < n_w ? i : n_w - 1) * row_size, BYTES);
+    for (int quad = 0; quad < 8; quad++) {          // words 4*(quad%2) + k of groups 2*(quad/2), and of the next
+        gguf__4_words(rows[0] + 16 + 16 * quad, BYTES, v);
+        for (int k = 0; k < 4; k++) {
+            int8_t(*w)[64] = p->w + quad / 2 * 16 + quad % 2 * 4 + k;
+            _mm512_storeu_si512(w[0], _mm512_and_si512(v[k], low4));
+            _mm512_storeu_si512(w[8], _mm512_and_si512(_mm512_srli_epi16(v[k], 4), low4));
         }
-        for (int i = 0; i < 2; i++) {
-            lo[i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
-            hi[i] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    }
+    gguf__4_words(rows[0], BYTES, v);
+    const __m512 d = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v[0]));
+    const __m512 dmin = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(v[0], 16)));
+    for (int m = 0; m < 2; m++) {
+        const __m512i last = m ? _mm512_srli_epi16(v[3], 4) : v[3];
+        words[m][0] = _mm512_and_si512(v[1 + m], low6);
+        words[m][1] = _mm512_or_si512(_mm512_and_si512(last, low4),
+                                      _mm512_and_si512(_mm512_srli_epi16(v[1 + m], 2), bits45));
+    }
+    for (int g = 0; g < 8; g++) {
+        const __m512i byte = _mm512_set1_epi32(255);
+        for (int m = 0; m < 2; m++) {
+            const __m512i x = _mm512_and_si512(_mm512_srli_epi32(words[m][g / 4], 8 * (unsigned)(g % 4)), byte);
+            _mm512_storeu_ps(m ? p->mn[0][g] : p->sc[0][g], _mm512_cvtepi32_ps(x));
         }
-        _mm512_storeu_si512(out, _mm512_unpacklo_epi64(lo[0], lo[1]));
-        _mm512_storeu_si512(out + 64, _mm512_unpackhi_epi64(lo[0], lo[1]));
-        _mm512_storeu_si512(out + 128, _mm512_unpacklo_epi64(hi[0], hi[1]));
-        _mm512_storeu_si512(out + 192, _mm512_unpackhi_epi64(hi[0], hi[1]));
+        _mm512_storeu_ps(p->a[g], d);
+        _mm512_storeu_ps(p->b[g], _mm512_sub_ps(_mm512_setzero_ps(), dmin));
     }
 }
 
@@ -2813,18 +2846,22 @@ GGUF__INLINE void gguf__transpose_16(const char *in, size_t stride, char *out) {
 // subtracted from the codes.
 GGUF__INLINE void gguf__unpack_panel(int type, const uint8_t *b, size_t row_size, size_t n_w, int n, int minus,
                                      Gguf__Panel *restrict p) {
-    Gguf__Codes c[16];
-    char *out = (char *)p;
-    for (size_t i = 0; i < 16; i++) gguf__unpack(type, b + (i < n_w ? i : n_w - 1) * row_size, n, &c[i]);
-    for (size_t at = 0; at < sizeof *c; at += 64) {             // w: 0 .. 255; a, b: 256; sc: 320; mn: 384
-        if (at >= 320 && !gguf__n_scales(type)) break;
-        if (at >= 384 && !gguf__has_min(type)) break;
-        gguf__transpose_16((const char *)c + at, sizeof *c, out + 16 * at);
+    if (type == GGUF_Q4_K) {
+        gguf__unpack_panel_q4_k(b, row_size, n_w, p);
+        return;
     }
-    for (int k = 0; k < 64 && minus; k++)
-        _mm512_storeu_si512(p->w[k], _mm512_sub_epi8(_mm512_loadu_si512(p->w[k]), _mm512_set1_epi8((char)minus)));
-    for (size_t at = 320; at < sizeof *c && gguf__n_scales(type); at += 4)      // integer factors become floats
-        _mm512_storeu_ps(out + 16 * at, _mm512_cvtepi32_ps(_mm512_loadu_si512(out + 16 * at)));
+    const size_t end = gguf__has_min(type) ? sizeof(Gguf__Codes) : gguf__n_scales(type) ? 384 : 320;
+    Gguf__Codes c[16];
+    for (size_t i = 0; i < 16; i++) gguf__unpack(type, b + (i < n_w ? i : n_w - 1) * row_size, n, &c[i]);
+    for (size_t at = 0; at < end; at += 16) {       // bytes of Gguf__Codes: w from 0 on, a 256, b 288, sc 320, mn 384
+        __m512i v[4];
+        gguf__4_words((const char *)c + at, sizeof *c, v);
+        for (int k = 0; k < 4; k++) {
+            if (at < 256) v[k] = _mm512_sub_epi8(v[k], _mm512_set1_epi8((char)minus));
+            if (at >= 320) v[k] = _mm512_castps_si512(_mm512_cvtepi32_ps(v[k]));   // integer factors become floats
+            _mm512_storeu_si512((char *)p + 16 * at + 64 * k, v[k]);
+        }
+    }
 }
 
 // What the codes have in excess: vpdpbusd multiplies unsigned by signed bytes, so codes that are still signed get 128
