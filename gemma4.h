@@ -601,6 +601,7 @@ typedef struct Ops {
     int    (*fence)(void);                          // a fence after everything issued so far
     void   (*wait_for)(int fence);                   // until everything before it is done
     double (*bandwidth)(void);                      // bytes/s of the device's memory at best; 0: not known
+    double (*int8_peak)(void);                      // int8 operations/s of prompts' products at best; 0: not known
     double (*joules)(void);                         // energy used since some moment; < 0: not known
     int64_t (*launches)(void);                      // kernels and copies issued to the device so far
     const Card *(*card)(void);                      // what operations are planned for; NULL: not a GPU

@@ -300,6 +300,10 @@ void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed); 
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
                       float *out, size_t out_stride);
 
+// Executes n times eight of the instructions that multiply int8 for many rows, on registers alone, to measure how fast
+// they can be. Returns the number of multiplications; 0: the build has no 512-bit VNNI, and does not know.
+double gguf_multiply_int8(size_t n);
+
 // Scalar conversions. To f32: exact. From f32: rounded to nearest, ties to even; a NaN stays NaN.
 static inline float gguf_bf16_to_f32(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;
@@ -2952,11 +2956,11 @@ static bool gguf__ask_for_tiles(void) {
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-// Sets the sizes of the registers of this thread: 0, 1 results of n_rows activation rows and 16 weight rows; 2, 3
+// Sets the sizes of the registers of this thread: 0, 1, 6, 7 results of n_rows activation rows and 16 weight rows; 2, 3
 // activations, 4, 5 weights, of n codes (a multiple of 4) of each row.
 static void gguf__set_tiles(size_t n_rows, size_t n) {
     struct { uint8_t palette, start_row, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } c = {.palette = 1};
-    for (int t = 0; t < 6; t++) {
+    for (int t = 0; t < 8; t++) {
         c.row_bytes[t] = (uint16_t)(t / 2 == 1 ? n : 64);
         c.rows[t] = (uint8_t)(t / 2 == 2 ? n / 4 : n_rows);
     }
@@ -2964,6 +2968,16 @@ static void gguf__set_tiles(size_t n_rows, size_t n) {
 }
 
 static void gguf__release_tiles(void) { __asm__ volatile("tilerelease"); }      // the system need not save them
+
+// n times eight products of tiles, four results in turn.
+static void gguf__multiply_tiles(size_t n) {
+    gguf__set_tiles(16, 64);
+    for (; n > 0; n--)
+        for (int i = 0; i < 2; i++)
+            __asm__ volatile("tdpbssd %tmm4, %tmm2, %tmm0\n\ttdpbssd %tmm4, %tmm2, %tmm1\n\t"
+                             "tdpbssd %tmm4, %tmm2, %tmm6\n\ttdpbssd %tmm4, %tmm2, %tmm7");
+    gguf__release_tiles();
+}
 
 // dot[k][r][i] = sum of w*q, for k = 0, 1, over n codes of activation row r at q + k*q_step and weight row i at
 // w + k*w_step. Activation rows are q_stride bytes apart; words of the weights 64 bytes, row i at byte 4*i.
@@ -3076,6 +3090,28 @@ static void gguf__dot_all_panels(int type, const uint8_t *w, size_t row_size, si
         }
 }
 #endif
+
+double gguf_multiply_int8(size_t n) {
+#ifdef GGUF__WIDE
+#if defined(GGUF__TILES) && !defined(GGUF__TILE_TWIN)
+    if (gguf__has_tiles()) {
+        gguf__multiply_tiles(n);
+        return (double)n * 8 * 16 * 16 * 64;
+    }
+#endif
+    const __m512i w = _mm512_set1_epi8(1);
+    __m512i s[8] = {w, w, w, w, w, w, w, w};
+    for (size_t i = 0; i < n; i++)
+        for (int k = 0; k < 8; k++) s[k] = _mm512_dpbusd_epi32(s[k], w, w);
+    for (int k = 1; k < 8; k++) s[0] = _mm512_add_epi32(s[0], s[k]);
+    volatile int32_t used = _mm512_cvtsi512_si32(s[0]);
+    (void)used;
+    return (double)n * 8 * 64;
+#else
+    (void)n;
+    return 0;
+#endif
+}
 
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
                       float *out, size_t out_stride) {
