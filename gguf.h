@@ -3129,8 +3129,8 @@ void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, s
         return;
     }
 #endif
-    for (size_t i = 0; i < n_w; i += GGUF__TILE_W)
-        for (size_t r = 0; r < n_rows; r += GGUF__TILE_ROWS) {
+    for (size_t r = 0; r < n_rows; r += GGUF__TILE_ROWS)       // these activation rows stay in the cache
+        for (size_t i = 0; i < n_w; i += GGUF__TILE_W) {
             const size_t tile_w = n_w - i < GGUF__TILE_W ? n_w - i : GGUF__TILE_W;
             const size_t tile_r = n_rows - r < GGUF__TILE_ROWS ? n_rows - r : GGUF__TILE_ROWS;
             const Gguf__Acts *x = (const Gguf__Acts *)packed + r * parts;
