@@ -608,6 +608,7 @@ typedef struct Ops {
     void   (*wait_for)(int fence);                   // until everything before it is done
     double (*bandwidth)(void);                      // bytes/s of the device's memory at best; 0: not known
     double (*bus)(void);                            // bytes/s from host memory to the device; 0: not known, or no bus
+    double (*int8_peak)(void);                      // int8 operations/s of prompts' products at best; 0: not known
     double (*joules)(void);                         // energy used since some moment; < 0: not known
     int64_t (*launches)(void);                      // kernels and copies issued to the device so far
     const Card *(*card)(void);                      // what operations are planned for; NULL: not a GPU

@@ -292,13 +292,17 @@ float gguf_dot_q8(int type, const void *row, const int8_t *q, const float *scale
 
 // The same for n_w consecutive weight rows and n_rows consecutive packed activation rows: out[r*out_stride + i] has
 // exactly the bits of gguf_dot_q8 for weight row i and activation row r. This is the fast form, for a single row too:
-// activations are packed once for all weight rows, and each weight block is unpacked once for up to 32 rows. To use
+// activations are packed once for all weight rows, and each weight block is unpacked once for 32 rows or more. To use
 // several threads, give each thread a range of weight rows. A packed row takes gguf_packed_size(n) bytes, at an address
 // aligned for float (64 bytes is best). Its layout depends on the build; do not store it in files.
 size_t gguf_packed_size(size_t n);
 void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed);     // one row; n a multiple of 32
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
                       float *out, size_t out_stride);
+
+// Executes n times eight of the instructions that multiply int8 for many rows, on registers alone, to measure how fast
+// they can be. Returns the number of multiplications; 0: the build has no 512-bit VNNI, and does not know.
+double gguf_multiply_int8(size_t n);
 
 // Scalar conversions. To f32: exact. From f32: rounded to nearest, ties to even; a NaN stays NaN.
 static inline float gguf_bf16_to_f32(uint16_t h) {
@@ -1979,7 +1983,8 @@ int gguf_open_safetensors(Gguf *g, const char *path) {
 #define GGUF__VECTOR_LOOP
 #endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#define GGUF__WIDE                                  // products of many rows use vectors of 512 bits
 #define GGUF__DPBUSD _mm256_dpbusd_epi32
 #elif defined(__AVXVNNI__)
 #define GGUF__DPBUSD _mm256_dpbusd_avx_epi32
@@ -2540,6 +2545,10 @@ GGUF__INLINE void gguf__add_terms(int type, const Gguf__Codes *restrict c, const
 typedef struct {
     int8_t q[256];
     int32_t sum[2][8], start[2][8]; // of q, both halves of each group; -128 times that
+#ifdef GGUF__WIDE                   // what panels read: q in element order, its sums over both halves and the group
+    int8_t in_order[256];
+    float sums[3][8];
+#endif
     float scale[8];
 } Gguf__Acts;
 
@@ -2556,6 +2565,7 @@ enum { GGUF__DOT_OF_UNSIGNED = 1 };
 enum { GGUF__DOT_OF_UNSIGNED = 0 };
 #endif
 
+GGUF__INLINE bool gguf__by_half(int type) { return gguf__n_scales(type) == 2 || type == GGUF_NVFP4; }
 GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gguf__offset_bits(type); }
 
 size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
@@ -2658,6 +2668,11 @@ static void gguf__pack(const int8_t *q, const float *scale, size_t n, Gguf__Acts
     memset(ones, 1, sizeof ones);
     gguf__dot_words(GGUF_Q4_1, ones, p, p->sum);    // Q4_1: codes have neither sign nor offset
     for (int i = 0; i < 16; i++) p->start[i / 8][i % 8] = -128 * p->sum[i / 8][i % 8];
+#ifdef GGUF__WIDE
+    memcpy(p->in_order, part, sizeof part);
+    for (int i = 0; i < 16; i++) p->sums[i / 8][i % 8] = (float)p->sum[i / 8][i % 8];
+    for (int g = 0; g < 8; g++) p->sums[2][g] = p->sums[0][g] + p->sums[1][g];
+#endif
 }
 
 void gguf_pack_q8(const int8_t *q, const float *scale, size_t n, void *packed) {
@@ -2763,6 +2778,341 @@ GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, siz
     }
 }
 
+#ifdef GGUF__WIDE
+// ---- products of many rows with 512 bits ----
+// A panel is a part of 16 weight rows with the rows in the lanes of its vectors: no sum goes across lanes, and a factor
+// of an activation row is one broadcast. Panels are unpacked once for up to GGUF__PANEL_ROWS activation rows.
+enum { GGUF__PANEL_FROM = 8, GGUF__PANELS = 2, GGUF__PANEL_ROWS = 256, GGUF__PANEL_PARTS = 4, GGUF__BLOCK_ROWS = 16 };
+
+typedef struct {                    // Gguf__Codes of 16 rows, transposed in words of four bytes
+    int8_t w[64][64];               // word k of all rows: 8 words for each of 8 groups
+    float a[8][16], b[8][16], sc[2][8][16], mn[2][8][16];
+} Gguf__Panel;
+
+// out[k] = word k of 16 rows, which are `stride` bytes apart; k < 4.
+GGUF__INLINE void gguf__4_words(const void *rows, size_t stride, __m512i out[4]) {
+    __m512i v[4], lo[2], hi[2];
+    for (size_t i = 0; i < 4; i++) {                // v[i]: four words of rows i, 4 + i, 8 + i, 12 + i
+        const char *p = (const char *)rows + i * stride;
+#define GGUF__ROW(j) _mm_loadu_si128((const __m128i *)(const void *)(p + 4 * (j) * stride))
+        v[i] = _mm512_castsi128_si512(GGUF__ROW(0));
+        v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x00f0, GGUF__ROW(1));
+        v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x0f00, GGUF__ROW(2));
+        v[i] = _mm512_mask_broadcast_i32x4(v[i], 0xf000, GGUF__ROW(3));
+#undef GGUF__ROW
+    }
+    for (int i = 0; i < 2; i++) {
+        lo[i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+        hi[i] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    }
+    out[0] = _mm512_unpacklo_epi64(lo[0], lo[1]);
+    out[1] = _mm512_unpackhi_epi64(lo[0], lo[1]);
+    out[2] = _mm512_unpacklo_epi64(hi[0], hi[1]);
+    out[3] = _mm512_unpackhi_epi64(hi[0], hi[1]);
+}
+
+// Q4_K: blocks are transposed before they are unpacked, which is half as much; scales as in gguf__q4_k_scales.
+GGUF__INLINE void gguf__unpack_panel_q4_k(const uint8_t *b, size_t row_size, size_t n_w, Gguf__Panel *restrict p) {
+    enum { BYTES = 144 };
+    const __m512i low4 = _mm512_set1_epi8(15), low6 = _mm512_set1_epi8(63), bits45 = _mm512_set1_epi8(48);
+    uint8_t rows[16][BYTES];
+    __m512i v[4], words[2][2];                      // words: scales, minima; of groups 0 .. 3, 4 .. 7
+    for (size_t i = 0; i < 16; i++) memcpy(rows[i], b + (i < n_w ? i : n_w - 1) * row_size, BYTES);
+    for (int quad = 0; quad < 8; quad++) {          // words 4*(quad%2) + k of groups 2*(quad/2), and of the next
+        gguf__4_words(rows[0] + 16 + 16 * quad, BYTES, v);
+        for (int k = 0; k < 4; k++) {
+            int8_t(*w)[64] = p->w + quad / 2 * 16 + quad % 2 * 4 + k;
+            _mm512_storeu_si512(w[0], _mm512_and_si512(v[k], low4));
+            _mm512_storeu_si512(w[8], _mm512_and_si512(_mm512_srli_epi16(v[k], 4), low4));
+        }
+    }
+    gguf__4_words(rows[0], BYTES, v);
+    const __m512 d = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v[0]));
+    const __m512 dmin = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(v[0], 16)));
+    for (int m = 0; m < 2; m++) {
+        const __m512i last = m ? _mm512_srli_epi16(v[3], 4) : v[3];
+        words[m][0] = _mm512_and_si512(v[1 + m], low6);
+        words[m][1] = _mm512_or_si512(_mm512_and_si512(last, low4),
+                                      _mm512_and_si512(_mm512_srli_epi16(v[1 + m], 2), bits45));
+    }
+    for (int g = 0; g < 8; g++) {
+        const __m512i byte = _mm512_set1_epi32(255);
+        for (int m = 0; m < 2; m++) {
+            const __m512i x = _mm512_and_si512(_mm512_srli_epi32(words[m][g / 4], 8 * (unsigned)(g % 4)), byte);
+            _mm512_storeu_ps(m ? p->mn[0][g] : p->sc[0][g], _mm512_cvtepi32_ps(x));
+        }
+        _mm512_storeu_ps(p->a[g], d);
+        _mm512_storeu_ps(p->b[g], _mm512_sub_ps(_mm512_setzero_ps(), dmin));
+    }
+}
+
+// Unpacks n groups of n_w <= 16 weight rows at b; the lanes of rows beyond n_w repeat the last row. `minus` is
+// subtracted from the codes.
+GGUF__INLINE void gguf__unpack_panel(int type, const uint8_t *b, size_t row_size, size_t n_w, int n, int minus,
+                                     Gguf__Panel *restrict p) {
+    if (type == GGUF_Q4_K) {
+        gguf__unpack_panel_q4_k(b, row_size, n_w, p);
+        return;
+    }
+    const size_t end = gguf__has_min(type) ? sizeof(Gguf__Codes) : gguf__n_scales(type) ? 384 : 320;
+    Gguf__Codes c[16];
+    for (size_t i = 0; i < 16; i++) gguf__unpack(type, b + (i < n_w ? i : n_w - 1) * row_size, n, &c[i]);
+    for (size_t at = 0; at < end; at += 16) {       // bytes of Gguf__Codes: w from 0 on, a 256, b 288, sc 320, mn 384
+        __m512i v[4];
+        gguf__4_words((const char *)c + at, sizeof *c, v);
+        for (int k = 0; k < 4; k++) {
+            if (at < 256) v[k] = _mm512_sub_epi8(v[k], _mm512_set1_epi8((char)minus));
+            if (at >= 320) v[k] = _mm512_castps_si512(_mm512_cvtepi32_ps(v[k]));   // integer factors become floats
+            _mm512_storeu_si512((char *)p + 16 * at + 64 * k, v[k]);
+        }
+    }
+}
+
+// What the codes have in excess: vpdpbusd multiplies unsigned by signed bytes, so codes that are still signed get 128
+// added. The excess times the sum of the activations is subtracted from the sum of products.
+GGUF__INLINE int gguf__excess(int type) { return gguf__is_signed(type) ? 128 : gguf__offset(type); }
+
+typedef struct { __m512 a, b, sc[2], mn[2]; } Gguf__Factors;    // of one group of a panel
+
+GGUF__INLINE Gguf__Factors gguf__factors(const Gguf__Panel *p, int g) {
+    Gguf__Factors f;
+    f.a = _mm512_loadu_ps(p->a[g]);
+    f.b = _mm512_loadu_ps(p->b[g]);
+    for (int h = 0; h < 2; h++) {
+        f.sc[h] = _mm512_loadu_ps(p->sc[h][g]);
+        f.mn[h] = _mm512_loadu_ps(p->mn[h][g]);
+    }
+    return f;
+}
+
+// Adds the terms of group g of 16 weight rows and one activation row. dot: sums over its halves, or over the group in
+// dot[0]. Integers below 2^24 are exact in f32, so their products and sums are computed there, also with one rounding
+// for a product and a sum (by_half).
+GGUF__INLINE void gguf__add_lanes(int type, const Gguf__Factors *f, const Gguf__Acts *x, int g, const __m512 *dot,
+                                  float *acc) {
+    const int n_scales = gguf__n_scales(type);
+    const __m512 scale = _mm512_set1_ps(x->scale[g]), a = _mm512_mul_ps(f->a, scale);
+    __m512 term, i = dot[0], m;
+    if (type == GGUF_NVFP4) {
+        term = _mm512_add_ps(_mm512_mul_ps(a, i), _mm512_mul_ps(_mm512_mul_ps(f->b, scale), dot[1]));
+    } else {
+        if (n_scales) i = _mm512_mul_ps(i, f->sc[0]);
+        if (n_scales == 2) i = _mm512_fmadd_ps(dot[1], f->sc[1], i);
+        term = _mm512_mul_ps(a, i);
+    }
+    if (gguf__has_min(type)) {
+        m = _mm512_set1_ps(x->sums[n_scales == 2 ? 0 : 2][g]);
+        if (n_scales) m = _mm512_mul_ps(f->mn[0], m);
+        if (n_scales == 2) m = _mm512_fmadd_ps(f->mn[1], _mm512_set1_ps(x->sums[1][g]), m);
+        term = _mm512_add_ps(term, _mm512_mul_ps(_mm512_mul_ps(f->b, scale), m));
+    }
+    _mm512_store_ps(acc, _mm512_add_ps(_mm512_load_ps(acc), term));
+}
+
+typedef float Gguf__Sums[8][16];    // partial sums of 16 weight rows and one activation row
+
+// n groups of a panel times n_rows activation rows, `parts` Acts apart.
+GGUF__INLINE void gguf__dot_panel(int type, const Gguf__Panel *p, int n, const Gguf__Acts *x, size_t parts,
+                                  size_t n_rows, Gguf__Sums *acc) {
+    const int excess = gguf__excess(type), by_half = gguf__by_half(type);
+    for (int g = 0; g < n; g++) {
+        const Gguf__Factors f = gguf__factors(p, g);
+        __m512i w[8];
+        for (int k = 0; k < 8; k++) w[k] = _mm512_loadu_si512(p->w[8 * g + k]);
+        for (size_t r = 0; r < n_rows; r++) {
+            const Gguf__Acts *xr = x + r * parts;
+            __m512i s[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+            __m512 dot[2];
+            for (int k = 0; k < 8; k++) {
+                int32_t word;
+                memcpy(&word, xr->in_order + 32 * g + 4 * k, 4);
+                s[by_half && k >= 4] = _mm512_dpbusd_epi32(s[by_half && k >= 4], w[k], _mm512_set1_epi32(word));
+            }
+            for (int h = 0; h <= by_half; h++) {
+                dot[h] = _mm512_cvtepi32_ps(s[h]);
+                if (excess)
+                    dot[h] = _mm512_fnmadd_ps(_mm512_set1_ps((float)excess),
+                                              _mm512_set1_ps(xr->sums[by_half ? h : 2][g]), dot[h]);
+            }
+            gguf__add_lanes(type, &f, xr, g, dot, acc[r][g]);
+        }
+    }
+}
+
+// ---- the same with AMX: registers of 16 x 64 bytes, and one instruction for 16 x 16 dot products of int8 ----
+// A test defines GGUF__TILE_TWIN and the functions up to #endif in C, since few processors have the instructions.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define GGUF__TILES
+#endif
+#if defined(GGUF__TILES) && !defined(GGUF__TILE_TWIN)
+#include <cpuid.h>
+#include <sys/syscall.h>
+
+// True: the processor has the instructions, and the system lets this process use the registers.
+static bool gguf__ask_for_tiles(void) {
+    enum { HAS_TILES = 1 << 24, HAS_INT8 = 1 << 25, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & HAS_TILES) || !(d & HAS_INT8)) return false;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+// Sets the sizes of the registers of this thread: 0, 1, 6, 7 results of n_rows activation rows and 16 weight rows; 2, 3
+// activations, 4, 5 weights, of n codes (a multiple of 4) of each row.
+static void gguf__set_tiles(size_t n_rows, size_t n) {
+    struct { uint8_t palette, start_row, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } c = {.palette = 1};
+    for (int t = 0; t < 8; t++) {
+        c.row_bytes[t] = (uint16_t)(t / 2 == 1 ? n : 64);
+        c.rows[t] = (uint8_t)(t / 2 == 2 ? n / 4 : n_rows);
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(c));
+}
+
+static void gguf__release_tiles(void) { __asm__ volatile("tilerelease"); }      // the system need not save them
+
+// n times eight products of tiles, four results in turn.
+static void gguf__multiply_tiles(size_t n) {
+    gguf__set_tiles(16, 64);
+    for (; n > 0; n--)
+        for (int i = 0; i < 2; i++)
+            __asm__ volatile("tdpbssd %tmm4, %tmm2, %tmm0\n\ttdpbssd %tmm4, %tmm2, %tmm1\n\t"
+                             "tdpbssd %tmm4, %tmm2, %tmm6\n\ttdpbssd %tmm4, %tmm2, %tmm7");
+    gguf__release_tiles();
+}
+
+// dot[k][r][i] = sum of w*q, for k = 0, 1, over n codes of activation row r at q + k*q_step and weight row i at
+// w + k*w_step. Activation rows are q_stride bytes apart; words of the weights 64 bytes, row i at byte 4*i.
+static inline void gguf__dot_tiles(const int8_t *q, size_t q_stride, size_t q_step, const int8_t *w, size_t w_step,
+                                   int32_t (*dot)[16][16]) {
+    __asm__ volatile("tilezero %%tmm0\n\ttilezero %%tmm1\n\t"
+                     "tileloadd (%0,%2,1), %%tmm2\n\ttileloadd (%3,%5,1), %%tmm4\n\t"
+                     "tileloadd (%1,%2,1), %%tmm3\n\ttileloadd (%4,%5,1), %%tmm5\n\t"
+                     "tdpbssd %%tmm4, %%tmm2, %%tmm0\n\ttdpbssd %%tmm5, %%tmm3, %%tmm1\n\t"
+                     "tilestored %%tmm0, (%6,%5,1)\n\ttilestored %%tmm1, (%7,%5,1)"
+                     : : "r"(q), "r"(q + q_step), "r"(q_stride), "r"(w), "r"(w + w_step), "r"((size_t)64), "r"(dot[0]),
+                     "r"(dot[1]) : "memory");
+}
+#endif
+
+#ifdef GGUF__TILES
+static bool gguf__has_tiles(void) {
+    static int state;                               // 0: not asked yet; 1: no; 2: yes
+    int is = __atomic_load_n(&state, __ATOMIC_RELAXED);
+    if (!is) {
+        is = 1 + gguf__ask_for_tiles();
+        __atomic_store_n(&state, is, __ATOMIC_RELAXED);
+    }
+    return is == 2;
+}
+
+// As gguf__dot_panel, for signed codes and n_rows <= 16, which gguf__set_tiles knows. The products of the next two
+// groups (by_half: of the next group's halves) run while the terms of the last two are added.
+GGUF__INLINE void gguf__dot_panel_tiles(int type, const Gguf__Panel *p, int n, const Gguf__Acts *x, size_t parts,
+                                        size_t n_rows, Gguf__Sums *acc) {
+    const int by_half = gguf__by_half(type), step = by_half ? 1 : 2;
+    const size_t codes = by_half ? 16 : 32, stride = parts * sizeof *x;
+    _Alignas(64) int32_t dots[2][2][16][16];
+    gguf__dot_tiles(x->in_order, stride, codes, p->w[0], 16 * codes, dots[0]);
+    for (int g = 0; g < n; g += step) {
+        const int next = g + step, at = g / step % 2;
+        if (next < n)
+            gguf__dot_tiles(x->in_order + 32 * next, stride, codes, p->w[8 * next], 16 * codes, dots[1 - at]);
+        for (int k = 0; k < step && g + k < n; k++) {
+            const Gguf__Factors f = gguf__factors(p, g + k);
+            for (size_t r = 0; r < n_rows; r++) {
+                __m512 dot[2];
+                for (int h = 0; h <= by_half; h++)
+                    dot[h] = _mm512_cvtepi32_ps(_mm512_load_si512(dots[at][by_half ? h : k][r]));
+                gguf__add_lanes(type, &f, x + r * parts, g + k, dot, acc[r][g + k]);
+            }
+        }
+    }
+}
+#else
+static bool gguf__has_tiles(void) { return false; }
+#endif
+
+// n_w <= 32 weight rows times n_rows <= GGUF__PANEL_ROWS activation rows.
+GGUF__INLINE void gguf__dot_panels(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x,
+                                   size_t parts, size_t n_rows, size_t n, float *out, size_t out_stride) {
+    const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes, n_panels = (n_w + 15) / 16;
+    const bool tiles = gguf__has_tiles();
+    const int minus = tiles ? gguf__offset(type) : gguf__is_signed(type) ? -128 : 0;
+    size_t tile_rows = 0;
+    _Alignas(64) Gguf__Sums acc[GGUF__PANELS][GGUF__PANEL_ROWS];
+    _Alignas(64) Gguf__Panel panel[GGUF__PANELS][GGUF__PANEL_PARTS];
+    for (size_t p = 0; p < n_panels; p++) memset(acc[p], 0, n_rows * sizeof *acc[p]);
+    for (size_t part = 0; part < parts; part += GGUF__PANEL_PARTS, x += GGUF__PANEL_PARTS) {
+        int groups[GGUF__PANEL_PARTS], n_parts = 0;
+        for (; n_parts < GGUF__PANEL_PARTS && part + (size_t)n_parts < parts; n_parts++) {
+            const size_t left = n - 256 * (part + (size_t)n_parts);
+            groups[n_parts] = left < 256 ? (int)(left / 32) : 8;
+            for (size_t p = 0; p < n_panels; p++)
+                gguf__unpack_panel(type, b + 16 * p * row_size + (part + (size_t)n_parts) * bytes, row_size,
+                                   n_w - 16 * p < 16 ? n_w - 16 * p : 16, groups[n_parts], minus, &panel[p][n_parts]);
+        }
+        for (size_t r = 0; r < n_rows; r += GGUF__BLOCK_ROWS) {
+            const size_t rows = n_rows - r < GGUF__BLOCK_ROWS ? n_rows - r : GGUF__BLOCK_ROWS;
+            const Gguf__Acts *xr = x + r * parts;
+#ifdef GGUF__TILES
+            if (tiles && rows != tile_rows) gguf__set_tiles(tile_rows = rows, gguf__by_half(type) ? 16 : 32);
+            for (size_t p = 0; p < n_panels && tiles; p++)
+                for (int j = 0; j < n_parts; j++)
+                    gguf__dot_panel_tiles(type, &panel[p][j], groups[j], xr + j, parts, rows, acc[p] + r);
+#endif
+            for (size_t p = 0; p < n_panels && !tiles; p++)
+                for (int j = 0; j < n_parts; j++)
+                    gguf__dot_panel(type, &panel[p][j], groups[j], xr + j, parts, rows, acc[p] + r);
+        }
+    }
+#ifdef GGUF__TILES
+    if (tile_rows) gguf__release_tiles();
+#endif
+    for (size_t p = 0; p < n_panels; p++)
+        for (size_t r = 0; r < n_rows; r++) {
+            const size_t lanes = n_w - 16 * p < 16 ? n_w - 16 * p : 16;
+            __m512 s[8];
+            for (int g = 0; g < 8; g++) s[g] = _mm512_load_ps(acc[p][r][g]);
+            for (int h = 4; h > 0; h /= 2)
+                for (int g = 0; g < h; g++) s[g] = _mm512_add_ps(s[g], s[g + h]);
+            _mm512_mask_storeu_ps(out + r * out_stride + 16 * p, (__mmask16)(0xffffu >> (16 - lanes)), s[0]);
+        }
+}
+
+static void gguf__dot_all_panels(int type, const uint8_t *w, size_t row_size, size_t n_w, const Gguf__Acts *x,
+                                 size_t n_rows, size_t n, float *out, size_t out_stride) {
+    const size_t parts = (n + 255) / 256;
+    for (size_t r = 0; r < n_rows; r += GGUF__PANEL_ROWS)
+        for (size_t i = 0; i < n_w; i += 16 * GGUF__PANELS) {
+            const size_t few_w = n_w - i < 16 * GGUF__PANELS ? n_w - i : 16 * GGUF__PANELS;
+            const size_t rows = n_rows - r < GGUF__PANEL_ROWS ? n_rows - r : GGUF__PANEL_ROWS;
+            GGUF__FOR_TYPE(type, gguf__dot_panels(T, w + i * row_size, row_size, few_w, x + r * parts, parts, rows, n,
+                                                  out + r * out_stride + i, out_stride))
+        }
+}
+#endif
+
+double gguf_multiply_int8(size_t n) {
+#ifdef GGUF__WIDE
+#if defined(GGUF__TILES) && !defined(GGUF__TILE_TWIN)
+    if (gguf__has_tiles()) {
+        gguf__multiply_tiles(n);
+        return (double)n * 8 * 16 * 16 * 64;
+    }
+#endif
+    const __m512i w = _mm512_set1_epi8(1);
+    __m512i s[8] = {w, w, w, w, w, w, w, w};
+    for (size_t i = 0; i < n; i++)
+        for (int k = 0; k < 8; k++) s[k] = _mm512_dpbusd_epi32(s[k], w, w);
+    for (int k = 1; k < 8; k++) s[0] = _mm512_add_epi32(s[0], s[k]);
+    volatile int32_t used = _mm512_cvtsi512_si32(s[0]);
+    (void)used;
+    return (double)n * 8 * 64;
+#else
+    (void)n;
+    return 0;
+#endif
+}
+
 void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, size_t n_rows, size_t n,
                       float *out, size_t out_stride) {
     const size_t row_size = gguf_row_size(type, n), parts = (n + 255) / 256;
@@ -2772,8 +3122,15 @@ void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, s
         GGUF__FOR_TYPE(type, gguf__dot_row(T, (const uint8_t *)w, row_size, n_w, x, n, out))
         return;
     }
-    for (size_t i = 0; i < n_w; i += GGUF__TILE_W)
-        for (size_t r = 0; r < n_rows; r += GGUF__TILE_ROWS) {
+#ifdef GGUF__WIDE
+    if (n_rows >= GGUF__PANEL_FROM) {
+        gguf__dot_all_panels(type, (const uint8_t *)w, row_size, n_w, (const Gguf__Acts *)packed, n_rows, n, out,
+                             out_stride);
+        return;
+    }
+#endif
+    for (size_t r = 0; r < n_rows; r += GGUF__TILE_ROWS)       // these activation rows stay in the cache
+        for (size_t i = 0; i < n_w; i += GGUF__TILE_W) {
             const size_t tile_w = n_w - i < GGUF__TILE_W ? n_w - i : GGUF__TILE_W;
             const size_t tile_r = n_rows - r < GGUF__TILE_ROWS ? n_rows - r : GGUF__TILE_ROWS;
             const Gguf__Acts *x = (const Gguf__Acts *)packed + r * parts;

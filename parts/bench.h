@@ -42,6 +42,7 @@ typedef struct {
     int      depth;           // tokens in the context
     bool     filled;          // the caches hold random numbers
     double   bandwidth;       // bytes/s of the memory, 0: not known
+    double   int8_peak;       // int8 operations/s of the processor in prompts, 0: not known
     bool     has_joules;      // the device reports the energy it uses
     size_t   free_before;     // free bytes of the device before the model was loaded
     int      n_printed;
@@ -81,6 +82,19 @@ static void bench_forced(Bench *b, int n) {
         b->n_made += 1 + accepted;
         began = v->drafted;
     }
+}
+
+// Operations that the matrices take for each token of a prompt except the last, two per weight: output rows alone
+// continue in the last layer that writes a cache or is tapped (gemma4.c, Pass.last_full), from its q on.
+static double prompt_ops(const Model *m) {
+    const Config *c = &m->config;
+    const int last = max_int(c->first_shared - 1, m->taps.end);
+    const Tensor *proj = &m->weights.per_layer_model_proj;
+    double n = c->ple_dim ? (double)proj->rows * proj->cols : 0;
+    for (int l = 0; l < last && l < c->n_layers; l++) n += layer_size(c, &m->weights.layer[l], false);
+    if (last >= c->n_layers) return 2 * n;
+    const Tensor *k = &m->weights.layer[last].attn_k, *v = &m->weights.layer[last].attn_v;
+    return 2 * (n + (double)k->rows * k->cols + (v->data ? (double)v->rows * v->cols : 0));
 }
 
 // Runs n steps of `rows` rows after the end of session 0. As in sessions, a step is issued while the last one runs.
@@ -272,6 +286,7 @@ typedef struct {              // result of a test
     const double *speed;      // (n_runs) tokens (rows) per second
     double mean, sd, rate;    // rate: bytes per second of weights and cache rows that are read
     double per_step, joules;  // launches of a step, energy of a token; 0: not known
+    double int8_ops;          // of matrices per second, if the peak is known
     double density;           // fraction of the blocks that a sparse prompt attended to; 0: it was dense
 } BenchResult;
 
@@ -304,6 +319,9 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
     if (r->kind == GENERATE_TEST)
         snprintf(read_rate, sizeof read_rate, b->bandwidth > 0 ? "%.2f (%.0f %%)" : "%.2f", r->rate * 1e-9,
                  b->bandwidth > 0 ? r->rate / b->bandwidth * 100 : 0);
+    if (r->int8_ops > 0)
+        snprintf(read_rate, sizeof read_rate, "%.3f TOPS (%.0f %%)", r->int8_ops * 1e-12,
+                 r->int8_ops / b->int8_peak * 100);
     if (r->density > 0)
         snprintf(read_rate, sizeof read_rate, "pFlash%s: %.1f %%", m->options.pflash_density ? ", forced" : "",
                  100 * r->density);
@@ -336,7 +354,8 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_steps : 0 },
         { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_steps : 0 },
         { "pflash_alpha", m->options.pflash }, { "pflash_forced", m->options.pflash_density },
-        { "pflash_density", r->density } };
+        { "pflash_density", r->density }, { "int8_ops_per_s", r->int8_ops },
+        { "int8_peak_ops_per_s", b->int8_peak } };
     const NamedText texts[] = {
         { "model_filename", m->gguf.path }, { "model_type", model_name(m) }, { "backends", m->ops->name },
         { "type_k", kv_names[m->options.k_type] }, { "type_v", kv_names[m->options.v_type] },
@@ -401,6 +420,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     for (int i = 0; i < o->n_runs; i++) r.sd += (speed[i] - r.mean) * (speed[i] - r.mean);
     r.sd = o->n_runs > 1 ? sqrt(r.sd / (o->n_runs - 1)) : 0;
     for (int i = 0; i < n && kind == GENERATE_TEST; i++) r.rate += bytes_per_token(m, b->depth + i) / n * r.mean;
+    if (kind == PROMPT_TEST && b->int8_peak > 0) r.int8_ops = prompt_ops(m) * r.mean;
     const bool first = !b->n_printed++;
     if (o->format == FORMAT_MD) print_markdown(b, o, &r, first);
     else print_fields(b, o, &r, first);
@@ -480,6 +500,9 @@ static void print_bench_end(const Bench *b, Format format) {
         printf("Bandwidth: %.1f GB/s. GB/s counts the weights and cache rows that a token reads, once; file and "
                "caches are "
                "warm.\n", b->bandwidth * 1e-9);
+        if (b->int8_peak > 0)
+            printf("Int8 peak: %.3f TOPS on all threads. TOPS counts two operations for each weight that multiplies a "
+                   "token.\n", b->int8_peak * 1e-12);
         printf("build: %s (%s), %s\n", COMMIT, COMPILER, cpu_name());
     }
     flush_output();
@@ -492,6 +515,7 @@ static int verb_bench(const char *model, const Ops *ops, ModelOptions o, const B
     size_t total;
     bench_limits(b, &o);
     bench.bandwidth = ops->bandwidth ? ops->bandwidth() : 0;
+    bench.int8_peak = ops->int8_peak ? ops->int8_peak() : 0;
     bench.has_joules = ops->joules && ops->joules() >= 0;
     ops->memory(&bench.free_before, &total);
     load_model(m, model, ops, o, NULL);

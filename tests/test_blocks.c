@@ -426,18 +426,18 @@ static void test_dots(void) {
 
 // Many rows at once: the bits of gguf_dot_q8 for every pair of rows, and nothing written outside the result.
 static void test_rows(void) {
-    static const size_t n_ws[] = {1, 2, 3, 4, 5, 9};
-    enum { MAX_ROWS = 70, MAX_N = 2816, STRIDE = 11 };
+    static const size_t n_ws[] = {1, 2, 3, 4, 5, 9, 16, 33};
+    enum { MAX_ROWS = 270, MAX_N = 2816, STRIDE = 35 };
     float *x = malloc(MAX_N * sizeof *x), *scale = malloc(MAX_ROWS * MAX_N / 32 * sizeof *scale);
     float *out = malloc(MAX_ROWS * STRIDE * sizeof *out);
     int8_t *q = malloc(MAX_ROWS * MAX_N);
     for (int t = 0; t < N_TYPES; t++) {
         const int type = types[t];
         if (gguf_block_elems(type) == 1) continue;
-        for (size_t n_rows = 1; n_rows <= MAX_ROWS; n_rows += n_rows < 34 ? 1 : 6) {
+        for (size_t n_rows = 1; n_rows <= MAX_ROWS; n_rows += n_rows < 34 ? 1 : n_rows < 70 ? 6 : 200) {
             const size_t k = n_rows == 33 ? MAX_N : n_rows % 5 == 4 ? 704 : 32 * (1 + n_rows % 24);
             const size_t elems = (size_t)gguf_block_elems(type), n = (k + elems - 1) / elems * elems;
-            const size_t n_w = n_ws[n_rows % 6], size = gguf_packed_size(n), row_size = gguf_row_size(type, n);
+            const size_t n_w = n_ws[n_rows % 8], size = gguf_packed_size(n), row_size = gguf_row_size(type, n);
             uint8_t *packed = malloc(n_rows * size);    // exact size, so that a sanitizer sees accesses beyond it
             uint8_t *rows = malloc(n_w * row_size);
             random_row(type, rows, n_w * n);

@@ -590,6 +590,10 @@ ok "bench: exit status 0" [ "$status" -eq 0 ]
 rows=$(grep -cE '^\| .* \| +(cpu|cuda) +\| +2 \| +(pp3|pp70|tg2)( @ d5)? \| +[0-9]+\.[0-9]+ ± [0-9.]+ \|' "$tmp/bench.md")
 ok "bench: a row for each test and depth, got $rows of 6" [ "$rows" -eq 6 ]
 ok "bench: GB/s of generation" grep -qE ' tg2 @ d5 .* [0-9]+\.[0-9]+ \([0-9]+ %\) \|' "$tmp/bench.md"
+peak=$(sed -n 's/^Int8 peak: \([0-9.]*\) TOPS.*/\1/p' "$tmp/bench.md")   # none without AVX-512 VNNI, or with a GPU
+shares=$(grep -cE ' pp70( @ d5)? .* [0-9]+\.[0-9]+ TOPS \([0-9]+ %\) \|' "$tmp/bench.md")
+ok "bench: int8 operations of prompts, if the peak is known (${peak:-no}), got $shares rows" \
+    [ "$shares" -eq "$([ "$peak" ] && echo 2 || echo 0)" ]
 ok "bench: planned and resident memory" grep -qE '^Memory: [0-9.]+ GiB planned, [0-9.]+ GiB resident' "$tmp/bench.md"
 $limit "$gemma4" bench -r 1 -m "$model" -p 0 -n 2,3 -o csv >"$tmp/bench.csv" 2>"$tmp/err"
 widths=$(awk -F, '{ print NF }' "$tmp/bench.csv" | sort -u | wc -l)
