@@ -3031,15 +3031,14 @@ GGUF__INLINE void gguf__dot_panel_tiles(int type, const Gguf__Panel *p, int n, c
 static bool gguf__has_tiles(void) { return false; }
 #endif
 
-// n_w <= 32 weight rows times n_rows <= GGUF__PANEL_ROWS activation rows.
+// n_w <= 32 weight rows times n_rows <= GGUF__PANEL_ROWS activation rows. acc and panel are scratch.
 GGUF__INLINE void gguf__dot_panels(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x,
-                                   size_t parts, size_t n_rows, size_t n, float *out, size_t out_stride) {
+                                   size_t parts, size_t n_rows, size_t n, float *out, size_t out_stride,
+                                   Gguf__Sums (*acc)[GGUF__PANEL_ROWS], Gguf__Panel (*panel)[GGUF__PANEL_PARTS]) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes, n_panels = (n_w + 15) / 16;
     const bool tiles = gguf__has_tiles();
     const int minus = tiles ? gguf__offset(type) : gguf__is_signed(type) ? -128 : 0;
     size_t tile_rows = 0;
-    _Alignas(64) Gguf__Sums acc[GGUF__PANELS][GGUF__PANEL_ROWS];
-    _Alignas(64) Gguf__Panel panel[GGUF__PANELS][GGUF__PANEL_PARTS];
     for (size_t p = 0; p < n_panels; p++) memset(acc[p], 0, n_rows * sizeof *acc[p]);
     for (size_t part = 0; part < parts; part += GGUF__PANEL_PARTS, x += GGUF__PANEL_PARTS) {
         int groups[GGUF__PANEL_PARTS], n_parts = 0;
@@ -3081,12 +3080,14 @@ GGUF__INLINE void gguf__dot_panels(int type, const uint8_t *b, size_t row_size, 
 static void gguf__dot_all_panels(int type, const uint8_t *w, size_t row_size, size_t n_w, const Gguf__Acts *x,
                                  size_t n_rows, size_t n, float *out, size_t out_stride) {
     const size_t parts = (n + 255) / 256;
+    _Alignas(64) Gguf__Sums acc[GGUF__PANELS][GGUF__PANEL_ROWS];                // 256 KiB
+    _Alignas(64) Gguf__Panel panel[GGUF__PANELS][GGUF__PANEL_PARTS];            // 56 KiB
     for (size_t r = 0; r < n_rows; r += GGUF__PANEL_ROWS)
         for (size_t i = 0; i < n_w; i += 16 * GGUF__PANELS) {
             const size_t few_w = n_w - i < 16 * GGUF__PANELS ? n_w - i : 16 * GGUF__PANELS;
             const size_t rows = n_rows - r < GGUF__PANEL_ROWS ? n_rows - r : GGUF__PANEL_ROWS;
             GGUF__FOR_TYPE(type, gguf__dot_panels(T, w + i * row_size, row_size, few_w, x + r * parts, parts, rows, n,
-                                                  out + r * out_stride + i, out_stride))
+                                                  out + r * out_stride + i, out_stride, acc, panel))
         }
 }
 #endif
