@@ -102,7 +102,7 @@ int write_output(const Output *o, const void *bytes, size_t n); // 0, or errno
 // failed.
 int finish_output(Output *o, int err);
 // Writes a whole file; dies if that fails: "FLAG: PATH: cannot write: ..". durable: as in Output.
-void write_file(const char *flag, const char *path, const void *bytes, size_t n, bool durable);
+void write_output_file(const char *flag, const char *path, const void *bytes, size_t n, bool durable);
 // Adds n bytes to a file, or none; not to a model. A new file gets `mode`, less the umask. Returns 0 or errno.
 int append_to_file(const char *path, const void *bytes, size_t n, mode_t mode);
 // What went wrong with an output, which may be finished, and what helps: "No space left on device; the old file is
@@ -480,7 +480,7 @@ int finish_output(Output *o, int err) {
     return err;
 }
 
-void write_file(const char *flag, const char *path, const void *bytes, size_t n, bool durable) {
+void write_output_file(const char *flag, const char *path, const void *bytes, size_t n, bool durable) {
     Output o;
     int err = create_output(&o, path, 0666);
     o.durable = durable;

@@ -28,7 +28,7 @@ static void append_values(const Model *m, const char *name, int l, const float *
     if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path)
         die("--dump: %s: the path is too long", m->dump_dir);
     const int err = m->steps > 1 ? append_to_file(path, host, n * sizeof *host, 0666) : 0;
-    if (m->steps <= 1) write_file("--dump", path, host, n * sizeof *host, false);
+    if (m->steps <= 1) write_output_file("--dump", path, host, n * sizeof *host, false);
     if (err) die("--dump: %s: cannot write: %s; it ends with an earlier token", path, strerror(err));
 }
 
@@ -104,7 +104,7 @@ static void dump_model(Model *m) {
     fprintf(f, "]}\n");
     tok_text_free(&text);
     if (ferror(f) | fclose(f)) die("--dump: out of memory");
-    write_file("--dump", path, json, n_json, false);
+    write_output_file("--dump", path, json, n_json, false);
     free(json);
 }
 

@@ -382,7 +382,7 @@ static void verb_tokenize(const char *model, const char *text, size_t n, TokMode
     TokIds ids = { 0 };
     open_tokenizer(&tok, &g, model);
     if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
-    if (out_path) write_file("-o", out_path, ids.ids, ids.n * sizeof *ids.ids, true);
+    if (out_path) write_output_file("-o", out_path, ids.ids, ids.n * sizeof *ids.ids, true);
     for (size_t i = 0; i < ids.n && !out_path; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
     if (!out_path) printf("\n");
     flush_output();
