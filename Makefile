@@ -48,6 +48,7 @@ COMPILE  := $(CC) -std=c11 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -pt
 SOURCES  := gemma4.c $(wildcard *.h parts/*.h) $(B)/page.h
 TESTS    := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c tests/make_*.c tests/eval_*.c))
 LINES    := $(B)/lines
+FAULTS   := $(if $(filter Linux,$(shell uname)),$(B)/fail_write.so)
 BENCHES  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/bench_*.c))
 comma := ,
 # A pair a:b is -gencode arch=a,code=b; all-major is a list of pairs.
@@ -123,7 +124,7 @@ $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
 test:                           ## build what is missing and run all tests
 	@$(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(JOBS)) ENGINE=$(TESTED) $(TESTED_BIN) test-programs
 	@BUILD=$(B) GEMMA4="$$(pwd)/$(TESTED_BIN)" $(if $(filter cpu,$(TESTED)),CUDA_VISIBLE_DEVICES=) sh tests/run.sh
-test-programs: $(EMULATOR) $(TESTS) $(LINES)   ## build the test programs without running them
+test-programs: $(EMULATOR) $(TESTS) $(LINES) $(FAULTS)   ## build the test programs without running them
 # A test program includes the source that it tests, so part of that goes unused. Asserts stay on. Most compile longer than they
 # run: -Og in place of -O3, which gives the same bits.
 TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-Og))
@@ -156,6 +157,9 @@ $(B)/gemma4-tested: $(SOURCES) $(B)/commit.h $(B)/flags
 # The chat's line editor alone: test_terminal types to it.
 $(LINES): tests/lines.c parts/lines.h parts/base.h $(B)/flags
 	$(TEST_COMPILE) $< -o $@ $(LDFLAGS) -lm
+# Makes calls that write files fail: test_writes.sh loads it with LD_PRELOAD.
+$(FAULTS): tests/fail_write.c $(B)/flags
+	$(CC) -O1 -Wall -Wextra $(if $(filter 1,$(WERROR)),-Werror) -shared -fPIC $< -o $@ -ldl
 $(TESTS) $(BENCHES): $(B)/%: tests/%.c $(wildcard tests/*.h tests/make_*.c) $(SOURCES) $(B)/flags $(B)/engine $(B)/engine.a \
     $(if $(filter cuda,$(TESTED)),$(B)/kernels.o $(B)/plain.o) $(BACKEND) $(BACKEND_OBJECT)
 ifeq ($(TESTED),cuda)

@@ -949,7 +949,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
         if (tok_is_stop(t, token)) break;
         const TokStr text = tok_piece(t, token, false);
         fwrite(text.s, 1, text.n, stdout);
-        fflush(stdout);
+        flush_output();
         if (made == n_predict || n + made > m->options.n_ctx) break;
         const StepRow row = { .token = token, .output = true };
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = &row }, 1);

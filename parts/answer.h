@@ -36,7 +36,8 @@ static uint64_t hash_bytes(const void *p, size_t n) {
 }
 
 static void write_text(const char *s, size_t n) {
-    if (fwrite(s, 1, n, stdout) != n || fflush(stdout)) die("standard output: %s", strerror(errno));
+    fwrite(s, 1, n, stdout);
+    flush_output();
 }
 
 // Prints the text of a token in quotes, escaped so that it stays on its line and cannot control the terminal.

@@ -41,7 +41,7 @@ enum { MAX_THREADS = 4096, MAX_FILE = 256 << 20 };   // bytes that read_file() t
 // Errors in a model file end with a code, as in gguf.h: E_META_* for keys, E_TENSOR_MISSING, E_SHAPE, E_PAYLOAD.
 __attribute__((noreturn, format(printf, 1, 2))) void die(const char *fmt, ...);
 void flush_output(void);                               // dies if not all of stdout could be written
-extern const char *volatile unfinished;                // path of the file that is being written; removed if that fails
+extern const char *volatile unfinished;                // an Output's temporary file; who ends the process removes it
 // Handles SIGBUS: pages of a mapped model file cannot be read, because the file was shortened or its disk failed.
 void on_lost_pages(int signal_number);
 void *alloc_or_die(size_t n, size_t size);             // host memory, zeroed
@@ -78,12 +78,17 @@ void *read_file(const char *path, size_t *size, const char *flag);
 // text is UTF-16 without a mark or incomplete.
 char *read_text(const char *path, size_t *size, const char *flag);
 
-// A file that gets its name when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and an older TARGET
-// is kept. A process that is killed may leave such a file; it does no harm, since the digits are random.
+// All files that the program writes, it writes through these functions: a file is as it was before, or complete.
+//
+// An Output gets its name when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and an older TARGET
+// is kept. A process that ends early removes this file; one that is killed with SIGKILL leaves it, which does no harm,
+// since the digits are random. What is no regular file (a pipe, /dev/null) is written in place. One Output at a time.
 typedef struct {
     const char *path;         // as the user wrote it
-    char *target, *tmp;       // path with its symbolic links resolved; the temporary name
+    char *target, *tmp;       // path with its symbolic links resolved; the temporary name, NULL: in place
     int fd;
+    bool replaces;            // there is an older file
+    bool durable;             // it survives a power cut, once finish_output() returns; that may take milliseconds
 } Output;
 
 // Begins to write the file `path`. Returns 0 or errno; call finish_output() in both cases. An existing file has to be
@@ -93,6 +98,14 @@ int write_output(const Output *o, const void *bytes, size_t n); // 0, or errno
 // Ends an output: gives the file its name if err is 0, else removes it. Returns err, or the errno of the call that
 // failed.
 int finish_output(Output *o, int err);
+// Writes a whole file; dies if that fails: "FLAG: PATH: cannot write: ..". durable: as in Output.
+void write_output_file(const char *flag, const char *path, const void *bytes, size_t n, bool durable);
+// Adds n bytes to a file, or none. A new file gets `mode`, less the umask. Returns 0 or errno.
+int append_to_file(const char *path, const void *bytes, size_t n, mode_t mode);
+// What went wrong with an output, which may be finished, and what helps: "No space left on device; the old file is
+// unchanged; free some space".
+const char *output_error(const Output *o, int err, char out[160]);
+__attribute__((noreturn)) void die_output(const char *flag, const Output *o, int err);
 
 // ==== [2] Progress ==================================================================================================
 
@@ -136,6 +149,7 @@ int chunk_size(int n_items, int grain);
 #ifdef BASE_IMPLEMENTATION
 
 bool bar_shown;
+const char *volatile unfinished;
 
 void die(const char *fmt, ...) {
     char line[4096];
@@ -144,6 +158,7 @@ void die(const char *fmt, ...) {
     fflush(stdout);
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
+    if (unfinished) unlink(unfinished);
     for (char *c = line; *c; c++)                      // a value or a path may contain line breaks or terminal escapes
         if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
     fprintf(stderr, "%sgemma4: error: %s\n", bar_shown ? "\r\033[K" : "", line);
@@ -151,10 +166,9 @@ void die(const char *fmt, ...) {
 }
 
 void flush_output(void) {
-    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", strerror(errno));
+    errno = 0;                                         // an error of an earlier write has left no number
+    if (fflush(stdout) || ferror(stdout)) die("standard output: %s", errno ? strerror(errno) : "cannot write");
 }
-
-const char *volatile unfinished;
 
 void on_lost_pages(int signal_number) {
     static const char text[] = "\ngemma4: error: a model file was truncated or became unreadable while in use\n";
@@ -361,14 +375,34 @@ static char *follow_links(const char *path) {
     return NULL;
 }
 
+// A signal ends the process. It has to leave no half of a file.
+static void on_kill(int signal_number) {
+    if (unfinished) unlink(unfinished);
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);
+}
+
+static void handle_kills(void) {                       // but those that the process ignores or handles
+    static const int signals[] = { SIGINT, SIGTERM, SIGHUP, SIGPIPE };
+    const struct sigaction act = { .sa_handler = on_kill };
+    struct sigaction before;
+    for (int i = 0; i < 4; i++)
+        if (!sigaction(signals[i], NULL, &before) && before.sa_handler == SIG_DFL) sigaction(signals[i], &act, NULL);
+}
+
 int create_output(Output *o, const char *path, mode_t mode) {
     struct stat old;
     struct timespec now;
-    *o = (Output){ .path = path, .target = follow_links(path), .fd = -1 };
+    *o = (Output){ .path = path, .target = follow_links(path), .fd = -1, .durable = true };
     if (!o->target) return errno;
     const bool exists = !stat(path, &old);
-    if (exists && !S_ISREG(old.st_mode)) return S_ISDIR(old.st_mode) ? EISDIR : ENOTSUP;
+    if (exists && !S_ISREG(old.st_mode)) {
+        o->fd = open(path, O_WRONLY | O_CLOEXEC | O_NONBLOCK);         // does not wait for a pipe's reader
+        return o->fd < 0 || fcntl(o->fd, F_SETFL, 0) ? errno : 0;
+    }
     if (exists && access(o->target, W_OK)) return errno;
+    o->replaces = exists;
+    handle_kills();
     const size_t size = strlen(o->target) + 16;
     o->tmp = alloc_or_die(size, 1);
     for (int k = 0; k < 100 && o->fd < 0; k++) {
@@ -385,9 +419,9 @@ int create_output(Output *o, const char *path, mode_t mode) {
     return 0;
 }
 
-int write_output(const Output *o, const void *bytes, size_t n) {
+static int write_all(int fd, const void *bytes, size_t n) {
     for (const uint8_t *p = bytes; n > 0; ) {
-        const ssize_t done = write(o->fd, p, n < (1 << 30) ? n : 1 << 30);
+        const ssize_t done = write(fd, p, n < (1 << 30) ? n : 1 << 30);
         if (done < 0 && errno == EINTR) continue;
         if (done <= 0) return done ? errno : EIO;
         p += done;
@@ -396,24 +430,61 @@ int write_output(const Output *o, const void *bytes, size_t n) {
     return 0;
 }
 
+int write_output(const Output *o, const void *bytes, size_t n) { return write_all(o->fd, bytes, n); }
+
+static void sync_folder(char *path) {                  // of a file whose name has to survive a power cut; cuts path
+    char *slash = strrchr(path, '/');
+    if (slash) slash[slash == path] = 0;
+    const int dir = open(slash ? path : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir < 0) return;
+    fsync(dir);
+    close(dir);
+}
+
 int finish_output(Output *o, int err) {
     if (o->fd >= 0) {
-        if (!err && fsync(o->fd)) err = errno;
-        if (close(o->fd) && !err) err = errno;
-        if (!err && rename(o->tmp, o->target)) err = errno;
-        if (err) unlink(o->tmp);
+        while (!err && o->tmp && o->durable && fsync(o->fd)) err = errno == EINTR ? 0 : errno;
+        if (close(o->fd) && !err && errno != EINTR) err = errno;       // Linux has closed it even so
+        if (!err && o->tmp && rename(o->tmp, o->target)) err = errno;
+        if (err && o->tmp) unlink(o->tmp);
+        if (!err && o->tmp && o->durable) sync_folder(o->target);
     }
     unfinished = NULL;
-    char *slash = o->target ? strrchr(o->target, '/') : NULL;
-    if (slash) slash[slash == o->target] = 0;           // sync the folder too: the new name survives a power cut
-    const int dir = err ? -1 : open(slash ? o->target : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (dir >= 0) {
-        fsync(dir);
-        close(dir);
-    }
     free(o->target);
     free(o->tmp);
     return err;
+}
+
+void write_output_file(const char *flag, const char *path, const void *bytes, size_t n, bool durable) {
+    Output o;
+    int err = create_output(&o, path, 0666);
+    o.durable = durable;
+    if (!err) err = write_output(&o, bytes, n);
+    err = finish_output(&o, err);
+    if (err) die_output(flag, &o, err);
+}
+
+int append_to_file(const char *path, const void *bytes, size_t n, mode_t mode) {
+    const int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, mode);
+    if (fd < 0) return errno;
+    const off_t end = lseek(fd, 0, SEEK_END);
+    int err = write_all(fd, bytes, n);
+    if (err && end >= 0 && ftruncate(fd, end)) {}      // it may be a pipe
+    if (close(fd) && !err && errno != EINTR) err = errno;
+    return err;
+}
+
+const char *output_error(const Output *o, int err, char out[160]) {
+    const char *help = err == ENOSPC || err == EDQUOT ? "; free some space, or try another folder" :
+                       err == EFBIG ? "; the file is larger than ulimit -f or the file system allows" :
+                       err == EACCES || err == EPERM || err == EROFS ? "; try another folder" : "";
+    snprintf(out, 160, "%.60s%s%s", strerror(err), o->replaces ? "; the old file is unchanged" : "", help);
+    return out;
+}
+
+void die_output(const char *flag, const Output *o, int err) {
+    char why[160];
+    die("%s: %s: cannot write: %s", flag, o->path, output_error(o, err, why));
 }
 
 const char *amount(char out[32], double n, const char *unit) {

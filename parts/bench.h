@@ -961,7 +961,6 @@ static void judge_rows(Ppl *p, const int32_t *next, int n) {
     op->copy(&(Copy){ log_p, m->s.hidden, (size_t)n * sizeof *log_p, COPY_OUT });
     op->wait();
     for (int r = 0; r < n; r++) {
-        if (!isfinite(log_p[r]) && unfinished) unlink(unfinished);
         if (!isfinite(log_p[r])) die("%s: the logits of id %d are not finite", m->gguf.path, p->n + r);
         p->judged[p->n + r] = (Judged){ .log_p = log_p[r] };
     }
@@ -1052,7 +1051,7 @@ static void close_base(Ppl *p) {                       // writes or compares the
         hash = hash_end(&p->file.hash);
         if (!p->file.err) p->file.err = write_output(&p->file.out, &hash, sizeof hash);
         p->file.err = finish_output(&p->file.out, p->file.err);
-        if (p->file.err && !interrupted) die("--kld-base: %s: %s", p->o->base, strerror(p->file.err));
+        if (p->file.err && !interrupted) die_output("--kld-base", &p->file.out, p->file.err);
     }
     if (!p->o->compare || interrupted) return;
     if (read(p->file.fd, &hash, sizeof hash) != sizeof hash || hash != hash_end(&p->file.hash))
@@ -1116,9 +1115,8 @@ static PplResult sum_up(Judged *judged, int n) {       // sorts them by divergen
 static void create_base(Ppl *p, const PplHeader *h) {
     const char *path = p->o->base;
     char size[32];
-    signal(SIGXFSZ, SIG_IGN);
     p->file.err = create_output(&p->file.out, path, 0666);
-    if (p->file.err) die("--kld-base: %s: %s", path, strerror(p->file.err));
+    if (p->file.err) die_output("--kld-base", &p->file.out, p->file.err);
     fprintf(stderr, "# --kld-base: %s: %s for %d ids\n", path, amount(size, (double)h->file_bytes, "B"),
             p->o->n_chunks * ppl_judged(p->o));
     stream_put(&p->file, h, sizeof *h, false);

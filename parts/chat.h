@@ -274,14 +274,17 @@ static void set_system(Chat *c, TokStr text) {
     c->messages = all;
 }
 
-// Writes the conversation to a file, which is unchanged if that fails. 0, or errno.
-static int save_messages(const Chat *c, const char *path) {
+// Writes the conversation to a file, which is unchanged if that fails.
+static void save_messages(const Chat *c, const char *path) {
     const GgufJson list = message_list(&c->messages);
+    char why[160];
     Output o;
     int err = create_output(&o, path, 0600);
     if (!err) err = write_output(&o, list.s, list.n);
     if (!err) err = write_output(&o, "\n", 1);
-    return finish_output(&o, err);
+    err = finish_output(&o, err);
+    if (err) fprintf(stderr, "# /save: %s: cannot write: %s\n", path, output_error(&o, err, why));
+    else fprintf(stderr, "# %zu messages saved in %s\n", count_messages(&c->messages, NULL), path);
 }
 
 // Replaces the conversation by one from a file. False: nothing has changed, and c->err says why.
@@ -457,9 +460,7 @@ static void save_command(const Chat *c, const char *path) {
             return;
         }
     }
-    const int err = save_messages(c, path);
-    if (err) fprintf(stderr, "# /save: %s: %s\n", path, strerror(err));
-    else fprintf(stderr, "# %zu messages saved in %s\n", count_messages(&c->messages, NULL), path);
+    save_messages(c, path);
 }
 
 // /save and /load: ~ is the home directory.

@@ -786,6 +786,7 @@ static int command_line(int argc, char **argv) {
                 .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
                 .pflash_from = 16384, .n_needles = 1, .last = VIEW_ROWS };
     int status = 0;
+    signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     parse_flags(&f, argc, argv);
     if (f.color && strcmp(f.color, "auto") ? is_choice(f.color, "on") : wants_colors(2))
         style.dim = "\033[2m", style.normal = "\033[0m";

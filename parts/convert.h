@@ -108,16 +108,6 @@ static int tensor_order(const void *a, const void *b) {
 
 // ---- the new model ----
 
-__attribute__((noreturn, format(printf, 2, 3))) static void die_output(const Output *o, const char *fmt, ...) {
-    char text[512];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(text, sizeof text, fmt, ap);
-    va_end(ap);
-    unlink(o->tmp);
-    die("%s: %s", o->path, text);
-}
-
 static Output open_model_output(const char *path, const char *in) {
     struct stat old, source;
     Output o;
@@ -131,7 +121,7 @@ static Output open_model_output(const char *path, const char *in) {
             die("%s: expected another file, got the model file itself", path);
     }
     const int err = create_output(&o, path, 0666);
-    if (err) die("%s: %s", path, strerror(err));
+    if (err) die_output("quantize", &o, err);
     return o;
 }
 
@@ -143,15 +133,15 @@ static void write_model_output(const Output *o, const void *bytes, size_t n) {
         _exit(128 + interrupted);
     }
     if (err == EFAULT) on_lost_pages(SIGBUS);           // the page fault happened in the system call
-    if (err) die_output(o, "cannot write: %s; the old file is unchanged", strerror(err));
+    if (err) die_output("quantize", o, err);
 }
 
 static void close_model_output(Output *o) {
     Gguf check;
-    if (gguf_open(&check, o->tmp) < 0) die_output(o, "the written file is damaged: %s", check.err);
+    if (gguf_open(&check, o->tmp) < 0) die("%s: the written file is damaged: %s", o->path, check.err);
     gguf_close(&check);
     const int err = finish_output(o, 0);
-    if (err) die("%s: cannot write: %s; the old file is unchanged", o->path, strerror(err));
+    if (err) die_output("quantize", o, err);
 }
 
 enum { PIECE_BYTES = 4 << 20, PIECE_ELEMS = 4096 };     // written, converted at once; a multiple of all block sizes
@@ -220,14 +210,15 @@ static size_t write_tensor(const Output *o, const GgufTensor *t, int type, uint8
     const bool converts = type != t->type;
     if (converts) {
         *buffer = realloc(*buffer, step * row);
-        if (!*buffer) die_output(o, "out of memory: cannot allocate %zu bytes", step * row);
+        if (!*buffer) die("%s: out of memory: cannot allocate %zu bytes", o->path, step * row);
     }
     for (size_t r = 0; r < n_rows; r += step) {
         const size_t n = n_rows - r < step ? n_rows - r : step, done = bar->done + (r + n) * row;
         const int bad = converts ? convert_rows(t, t->data + r * in_row, type, *buffer, n) : 0;
-        if (bad & NOT_FINITE) die_output(o, "tensor '%s' of %s has NaN or Inf values", shown(t->name), in);
+        if (bad & NOT_FINITE) die("%s: tensor '%s' of %s has NaN or Inf values", o->path, shown(t->name), in);
         if (bad)
-            die_output(o, "tensor '%s' of %s has values too large for %s", shown(t->name), in, gguf_type_name(type));
+            die("%s: tensor '%s' of %s has values too large for %s", o->path, shown(t->name), in,
+                gguf_type_name(type));
         write_model_output(o, converts ? *buffer : t->data + r * in_row, n * row);
         if (done < bar->total) progress(bar->what, done, bar->total, "B");
     }
@@ -302,7 +293,6 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     stop_on(SIGTERM);
     stop_on(SIGHUP);
     Output o = open_model_output(out, in);
-    signal(SIGXFSZ, SIG_IGN);                           // a file size limit is an error like a full disk
     const double start = seconds();
     const size_t total = head_size + (size_t)w.data_size;
     size_t at = head_size;

@@ -21,16 +21,15 @@ typedef struct Checkpoint {   // a named intermediate result
 
 enum { OUT_OF_LAYERS = -1, LENS = 5 };
 
-// Appends n values to DIR/NAME-LAYER.f32 (outside the layers: DIR/NAME.f32). The first step of a run truncates the
-// file.
+// Appends n values to DIR/NAME-LAYER.f32 (outside the layers: DIR/NAME.f32). The first step of a run replaces the file.
 static void append_values(const Model *m, const char *name, int l, const float *host, size_t n) {
     char path[4096], layer[16] = "";
     if (l != OUT_OF_LAYERS) snprintf(layer, sizeof layer, "-%d", l);
     if (snprintf(path, sizeof path, "%s/%s%s.f32", m->dump_dir, name, layer) >= (int)sizeof path)
         die("--dump: %s: the path is too long", m->dump_dir);
-    FILE *f = fopen(path, m->steps > 1 ? "ab" : "wb");
-    if (!f) die("--dump: %s: %s", path, strerror(errno));
-    if (fwrite(host, sizeof *host, n, f) != n || fclose(f)) die("--dump: %s: %s", path, strerror(errno));
+    const int err = m->steps > 1 ? append_to_file(path, host, n * sizeof *host, 0666) : 0;
+    if (m->steps <= 1) write_output_file("--dump", path, host, n * sizeof *host, false);
+    if (err) die("--dump: %s: cannot write: %s; it ends with an earlier token", path, strerror(err));
 }
 
 // Saves (n_rows, cols) values: in memory if dump_dir is "", else in a file.
@@ -78,12 +77,12 @@ static void dump_model(Model *m) {
     const Config *c = &m->config;
     const GgufStr *tokens = NULL;
     TokText text = { 0 };
-    size_t n = 0;
-    char path[4096];
+    size_t n = 0, n_json = 0;
+    char path[4096], *json = NULL;
     if (snprintf(path, sizeof path, "%s/model.json", m->dump_dir) >= (int)sizeof path)
         die("--dump: %s: the path is too long", m->dump_dir);
-    FILE *f = fopen(path, "wb");
-    if (!f) die("--dump: %s: %s", path, strerror(errno));
+    FILE *f = open_memstream(&json, &n_json);
+    if (!f) die("--dump: out of memory");
     const char *name = model_name(m);
     if (tok_add_json_string(&text, (TokStr){ name, strlen(name) }) < 0) die("--dump: out of memory");
     fprintf(f, "{\"name\":%.*s,\n\"dim\":%d,\"n_heads\":%d,\"n_experts\":%d,\"n_experts_used\":%d,\"ple_dim\":%d,"
@@ -104,7 +103,9 @@ static void dump_model(Model *m) {
     }
     fprintf(f, "]}\n");
     tok_text_free(&text);
-    if (ferror(f) | fclose(f)) die("--dump: %s: %s", path, strerror(errno));
+    if (ferror(f) | fclose(f)) die("--dump: out of memory");
+    write_output_file("--dump", path, json, n_json, false);
+    free(json);
 }
 
 // Saves token, position and "is an output row" of the step's rows.

@@ -322,12 +322,11 @@ static void remember_line(const char *line) {
     TokText out = { 0 };
     for (; *line; line++) put_bytes(&out, *line == '\n' ? "\\\n" : line, *line == '\n' ? 2 : 1);
     put_bytes(&out, "\n", 1);
-    const int fd = open(history.path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
-    if (fd < 0 || write(fd, out.s, out.n) != (ssize_t)out.n) {
-        fprintf(stderr, "# --history: %s: %s\n", history.path, strerror(errno));
+    const int err = append_to_file(history.path, out.s, out.n, 0600);
+    if (err) {
+        fprintf(stderr, "# --history: %s: %s; later messages are not kept in it\n", history.path, strerror(err));
         history.path = NULL;
     }
-    if (fd >= 0) close(fd);
     tok_text_free(&out);
 }
 

@@ -35,7 +35,7 @@ typedef struct {
     Compressor  compressor;
     TokIds      ids, shown;            // of the text and the question; what is left of them after compression
     float      *logits;                // (vocab)
-    FILE       *svg;                   // NULL: no heat map
+    Output      svg;                   // the heat map, if there is one
     uint64_t    random;
     NiahCell    cells[32][32];         // length, depth
 } Niah;
@@ -198,42 +198,67 @@ static void niah_setting(const Niah *t, char *text, size_t room) {
              t->o->n_needles > 1 ? "s" : "", t->o->n_runs, t->o->n_runs > 1 ? "s" : "");
 }
 
-static void print_niah(const Niah *t) {
-    const NiahOptions *o = t->o;
+static bool niah_is_sparse(const Niah *t) {
     const ModelOptions *m = model_options(t->m);
-    const bool sparse = m->pflash > 0 || m->pflash_density > 0, lossy = t->compressor.ratio > 0;
+    return m->pflash > 0 || m->pflash_density > 0;
+}
+
+static void print_niah_head(const Niah *t) {
+    const NiahOptions *o = t->o;
+    const bool sparse = niah_is_sparse(t), lossy = t->compressor.ratio > 0;
     char setting[400];
-    NiahCell all = { 0 };
     niah_setting(t, setting, sizeof setting);
     if (o->csv) printf("length,depth,needles,asked,right,prompt_seconds,pflash_density,kept\n");
-    else printf("%s: percent of needles found\n\n| tokens |", setting);
-    for (int d = 0; d < o->depths.count && !o->csv; d++) printf(" %d %% |", o->depths.n[d]);
-    if (!o->csv)
-        printf(" all | %s |%s%s\n| ---: |", lossy ? "scoring s" : "prompt s", sparse ? " blocks |" : "",
-               lossy ? " kept |" : "");
-    for (int d = 0; d < o->depths.count && !o->csv; d++) printf(" ---: |");
-    if (!o->csv) printf(" ---: | ---: |%s%s\n", sparse ? " ---: |" : "", lossy ? " ---: |" : "");
-    for (int l = 0; l < o->lengths.count; l++) {
-        NiahCell row = { 0 };
-        if (!o->csv) printf("| %d |", o->lengths.n[l]);
-        for (int d = 0; d < o->depths.count; d++) {
-            const NiahCell *c = &t->cells[l][d];
-            if (o->csv)
-                printf("%d,%d,%d,%d,%d,%.4f,%.6f,%.6f\n", o->lengths.n[l], o->depths.n[d], o->n_needles, c->asked,
-                       c->right, c->seconds, c->density, lossy ? c->kept : 1);
-            else printf(" %.0f |", niah_share(c));
-            row.asked += c->asked, row.right += c->right;
-            row.seconds += c->seconds / o->depths.count, row.density += c->density / o->depths.count;
-            row.kept += c->kept / o->depths.count;
-        }
-        all.asked += row.asked, all.right += row.right;
-        if (!o->csv) printf(" %.1f | %.2f |", niah_share(&row), row.seconds);
-        if (!o->csv && sparse && row.density > 0) printf(" %.1f %% |", 100 * row.density);
-        else if (!o->csv && sparse) printf(" dense |");
-        if (!o->csv && lossy) printf(" %.1f %% |", 100 * row.kept);
-        if (!o->csv) printf("\n");
+    if (o->csv) return;
+    printf("%s: percent of needles found\n\n| tokens |", setting);
+    for (int d = 0; d < o->depths.count; d++) printf(" %d %% |", o->depths.n[d]);
+    printf(" all | %s |%s%s\n| ---: |", lossy ? "scoring s" : "prompt s", sparse ? " blocks |" : "",
+           lossy ? " kept |" : "");
+    for (int d = 0; d < o->depths.count; d++) printf(" ---: |");
+    printf(" ---: | ---: |%s%s\n", sparse ? " ---: |" : "", lossy ? " ---: |" : "");
+}
+
+static void print_niah_row(const Niah *t, int l) {     // of the table: a length
+    const NiahOptions *o = t->o;
+    NiahCell row = { 0 };
+    printf("| %d |", o->lengths.n[l]);
+    for (int d = 0; d < o->depths.count; d++) {
+        const NiahCell *c = &t->cells[l][d];
+        printf(" %.0f |", niah_share(c));
+        row.asked += c->asked, row.right += c->right;
+        row.seconds += c->seconds / o->depths.count, row.density += c->density / o->depths.count;
+        row.kept += c->kept / o->depths.count;
     }
-    if (!o->csv) printf("\n%d of %d needles found, %.1f %%.\n", all.right, all.asked, niah_share(&all));
+    printf(" %.1f | %.2f |", niah_share(&row), row.seconds);
+    if (niah_is_sparse(t) && row.density > 0) printf(" %.1f %% |", 100 * row.density);
+    else if (niah_is_sparse(t)) printf(" dense |");
+    if (t->compressor.ratio > 0) printf(" %.1f %% |", 100 * row.kept);
+    printf("\n");
+}
+
+// Prints what is known after a cell, so that a run that ends early has not run for nothing: a row of the CSV; the
+// table's row after its last cell. The head names the scorer, which the first cell has loaded.
+static void print_niah_cell(const Niah *t, int l, int d) {
+    const NiahOptions *o = t->o;
+    const NiahCell *c = &t->cells[l][d];
+    if (bar_shown) draw_status("");
+    if (!l && !d) print_niah_head(t);
+    if (o->csv)
+        printf("%d,%d,%d,%d,%d,%.4f,%.6f,%.6f\n", o->lengths.n[l], o->depths.n[d], o->n_needles, c->asked, c->right,
+               c->seconds, c->density, t->compressor.ratio > 0 ? c->kept : 1);
+    else if (d == o->depths.count - 1) print_niah_row(t, l);
+    flush_output();
+}
+
+static void print_niah_total(const Niah *t) {
+    const NiahOptions *o = t->o;
+    NiahCell all = { 0 };
+    for (int l = 0; l < o->lengths.count; l++)
+        for (int d = 0; d < o->depths.count; d++) {
+            all.asked += t->cells[l][d].asked;
+            all.right += t->cells[l][d].right;
+        }
+    printf("\n%d of %d needles found, %.1f %%.\n", all.right, all.asked, niah_share(&all));
     flush_output();
 }
 
@@ -245,12 +270,15 @@ static void print_xml(FILE *f, const char *s) {
 }
 
 // Draws the table: a row for each length, a column for each depth, from red (none found) over yellow to green (all).
-static void write_heat_map(const Niah *t) {
+static void write_heat_map(Niah *t) {
     enum { W = 64, H = 34, LEFT = 84, TOP = 64 };
     const NiahOptions *o = t->o;
     const int width = LEFT + W * o->depths.count + 20, height = TOP + H * o->lengths.count + 24;
     char setting[400];
-    FILE *f = t->svg;
+    char *text = NULL;
+    size_t n = 0;
+    FILE *f = open_memstream(&text, &n);
+    if (!f) die("out of memory for --svg");
     niah_setting(t, setting, sizeof setting);
     fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" "
             "font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n"
@@ -275,7 +303,10 @@ static void write_heat_map(const Niah *t) {
         }
     }
     fprintf(f, "</svg>\n");
-    if (ferror(f) || fclose(f)) die("--svg: %s: %s", o->svg, strerror(errno));
+    if (ferror(f) || fclose(f)) die("out of memory for --svg");
+    const int err = finish_output(&t->svg, write_output(&t->svg, text, n));
+    if (err) die_output("--svg", &t->svg, err);
+    free(text);
 }
 
 static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const NiahOptions *options) {
@@ -291,8 +322,8 @@ static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const N
         die("-p: expected prompts of at most %d tokens, got %d", MAX_CONTEXT - ANSWER_TOKENS - QUESTION_ROOM, longest);
     for (int i = 0; i < options->depths.count; i++)
         if (options->depths.n[i] > 100) die("-d: expected depths from 0 to 100 percent, got %d", options->depths.n[i]);
-    t->svg = options->svg ? fopen(options->svg, "w") : NULL;           // so that an error comes before the answers
-    if (options->svg && !t->svg) die("--svg: %s: %s", options->svg, strerror(errno));
+    const int err = options->svg ? create_output(&t->svg, options->svg, 0666) : 0;     // before hours of answers
+    if (err) die_output("--svg", &t->svg, err);
     o.n_ctx = longest + ANSWER_TOKENS + QUESTION_ROOM;
     o.ctx_from = "-p";
     t->m = model_open(model, ops, o, NULL);
@@ -306,14 +337,16 @@ static void verb_niah(const char *model, const Ops *ops, ModelOptions o, const N
     const int total = options->lengths.count * options->depths.count * options->n_runs;
     progress("niah", 0, (size_t)total, "texts");
     for (int l = 0; l < options->lengths.count; l++)
-        for (int d = 0; d < options->depths.count; d++)
+        for (int d = 0; d < options->depths.count; d++) {
             for (int run = 0; run < options->n_runs; run++) {
                 niah_run(t, options->lengths.n[l], options->depths.n[d], (uint64_t)(1 + run + 1000 * d),
                          &t->cells[l][d]);
                 progress("niah", (size_t)++done, (size_t)total, "texts");
             }
-    print_niah(t);
-    if (t->svg) write_heat_map(t);
+            print_niah_cell(t, l, d);
+        }
+    if (!options->csv) print_niah_total(t);
+    if (options->svg) write_heat_map(t);
     tok_ids_free(&t->ids);
     tok_ids_free(&t->shown);
     session_close(t->session);

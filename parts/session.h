@@ -333,15 +333,15 @@ static int session_to_fd(Session *s, const SessionNote *note, int fd, const char
 static bool session_to_file(Session *s, const SessionNote *note, const char *path, const char *what) {
     struct stat old;
     Output out;
+    char why[160];
     if (!stat(path, &old) && !S_ISREG(old.st_mode)) {
         snprintf(s->err, sizeof s->err, "%.400s: expected a regular file, got a device, a pipe or a directory", path);
         return false;
     }
-    signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     int err = create_output(&out, path, 0600);
     if (!err) err = session_to_fd(s, note, out.fd, what);
     err = finish_output(&out, err);
-    if (err) snprintf(s->err, sizeof s->err, "%.400s: %s; the old file is unchanged", path, strerror(err));
+    if (err) snprintf(s->err, sizeof s->err, "%.300s: cannot write: %s", path, output_error(&out, err, why));
     return !err;
 }
 

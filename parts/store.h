@@ -297,8 +297,8 @@ static bool store_resume(Store *st, Session *s, Parked *p) {
 
 // ==== [4] Files ======================================================================================================
 
-// Copies a session from memory to a file -> 0, or errno.
-static int write_parked(const Parked *p, const char *path) {
+// Copies a session from memory to a file. False: why says why it cannot.
+static bool write_parked(const Parked *p, const char *path, char why[160]) {
     enum { PIECE = 1 << 20 };
     uint8_t *piece = alloc_or_die(PIECE, 1);
     Output out;
@@ -309,7 +309,9 @@ static int write_parked(const Parked *p, const char *path) {
         at += n > 0 ? (uint64_t)n : 0;
     }
     free(piece);
-    return finish_output(&out, err);
+    err = finish_output(&out, err);
+    if (err) output_error(&out, err, why);
+    return !err;
 }
 
 // The file of a session. To be freed.
@@ -333,17 +335,15 @@ static void *store_writer(void *store) {
         }
         p->pins++;
         pthread_mutex_unlock(&st->lock);
-        char *path = parked_path(st, p);
-        const bool fits = p->bytes <= st->file_room;
-        const int err = fits ? write_parked(p, path) : EFBIG;
-        if (err) fprintf(stderr, "# --session-dir: %s: cannot write: %s\n", path,
-                         fits ? strerror(err) : "the session exceeds --session-disk");
+        char *path = parked_path(st, p), why[160] = "the session exceeds --session-disk";
+        const bool ok = p->bytes <= st->file_room && write_parked(p, path, why);
+        if (!ok) fprintf(stderr, "# --session-dir: %s: cannot write: %s\n", path, why);
         pthread_mutex_lock(&st->lock);
-        p->failed = err;
-        p->path = err ? NULL : path;
-        if (err) free(path);
+        p->failed = !ok;
+        p->path = ok ? path : NULL;
+        if (!ok) free(path);
         else st->file_used += p->bytes;
-        if (!err && !p->gone) drop_beginnings(st, p);
+        if (ok && !p->gone) drop_beginnings(st, p);
         unpin(st, p);
         trim_store(st);
         pthread_cond_signal(&st->written);
@@ -413,7 +413,6 @@ static void store_open(Store *st, Session *s, const char *dir, uint64_t room, ui
                    .lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER,
                    .written = PTHREAD_COND_INITIALIZER };
     if (!dir) return;
-    signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     if (mkdir(dir, 0700) && errno != EEXIST) die("--session-dir: %s: %s", dir, strerror(errno));
     st->dir_fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (st->dir_fd < 0 || access(dir, R_OK | W_OK | X_OK)) die("--session-dir: %s: %s", dir, strerror(errno));

@@ -315,25 +315,25 @@ static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const
     for (int i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= m->config.vocab)
             die("--ids: %s: id %d: expected 0..%d, got %" PRId32, ids_path, i, m->config.vocab - 1, ids[i]);
-    FILE *f = fopen(out_path, "wb");
-    if (!f) die("-o: %s: %s", out_path, strerror(errno));
+    Output out_file;
+    int err = create_output(&out_file, out_path, 0666);
     float *logits = alloc_or_die(m->config.vocab, sizeof *logits);
     const double t0 = seconds();
     progress("logits", 0, n, "positions");
-    for (int at = 0; at < n; ) {
+    for (int at = 0; at < n && !err; ) {
         const int chunk = min_int(n - at, STEP_ROWS);
         for (int i = 0; i < chunk; i++) m->step_rows[i] = (StepRow){ .token = ids[at + i], .output = true };
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = chunk, .rows = m->step_rows }, 1);
-        for (int i = 0; i < chunk; i++) {
+        for (int i = 0; i < chunk && !err; i++) {
             read_logits(m, i, logits);
-            if (fwrite(logits, sizeof *logits, m->config.vocab, f) != (size_t)m->config.vocab)
-                die("-o: %s: %s", out_path, strerror(errno));
+            err = write_output(&out_file, logits, (size_t)m->config.vocab * sizeof *logits);
         }
         commit_all(m);
         at += chunk;
         progress("logits", at, n, "positions");
     }
-    if (fclose(f)) die("-o: %s: %s", out_path, strerror(errno));
+    err = finish_output(&out_file, err);
+    if (err) die_output("-o", &out_file, err);
     if (verbose) print_plan(m);
     else print_model(m);
     fprintf(stderr, "# %d positions x %d logits in %.2f s\n", n, m->config.vocab, seconds() - t0);
@@ -348,18 +348,10 @@ static void verb_tokenize(const char *model, const char *text, size_t n, TokMode
     Gguf g;
     Tokenizer tok;
     TokIds ids = { 0 };
-    Output o;
     open_tokenizer(&tok, &g, model);
     if (tok_encode(&tok, text, n, mode, &ids) < 0) die("tokenize: %s", tok.err);
-    int err = out_path ? create_output(&o, out_path, 0666) : 0;
-    for (size_t i = 0; i < ids.n && !err; i++) {
-        const uint32_t id = (uint32_t)ids.ids[i];
-        const uint8_t bytes[4] = { (uint8_t)id, (uint8_t)(id >> 8), (uint8_t)(id >> 16), (uint8_t)(id >> 24) };
-        if (out_path) err = write_output(&o, bytes, 4);
-        else printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
-    }
-    if (out_path) err = finish_output(&o, err);
-    if (err) die("-o: %s: %s", out_path, strerror(err));
+    if (out_path) write_output_file("-o", out_path, ids.ids, ids.n * sizeof *ids.ids, true);
+    for (size_t i = 0; i < ids.n && !out_path; i++) printf("%s%" PRId32, i ? " " : "", ids.ids[i]);
     if (!out_path) printf("\n");
     flush_output();
     tok_ids_free(&ids);
@@ -384,7 +376,7 @@ static void verb_detokenize(const char *model, const char *list) {
                 die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
                     min_int((int)strcspn(s, " \t\r\n"), 40), s);
             const TokStr piece = tok_piece(&tok, (int32_t)id, true);
-            if (round && fwrite(piece.s, 1, piece.n, stdout) != piece.n) die("standard output: %s", strerror(errno));
+            if (round) fwrite(piece.s, 1, piece.n, stdout);
             s = end;
         }
     }

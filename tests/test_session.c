@@ -404,6 +404,7 @@ static void test_failed_write(const char *path) {
     char *before = bytes_of(file, &n);
     struct rlimit limit, low;
     getrlimit(RLIMIT_FSIZE, &limit);
+    signal(SIGXFSZ, SIG_IGN);
     low = limit;
     low.rlim_cur = n / 2;
     setrlimit(RLIMIT_FSIZE, &low);
@@ -412,6 +413,14 @@ static void test_failed_write(const char *path) {
     CHECK(!ok && strstr(s.err, file) && strstr(s.err, "the old file is unchanged"), "a full disk: '%s'", s.err);
     char *after = bytes_of(file, &n_after);
     CHECK(n == n_after && !memcmp(before, after, n), "a full disk: the old file is not as it was");
+    put_file(in_tmp("history"), "a line\n", 7);
+    low.rlim_cur = 10;
+    setrlimit(RLIMIT_FSIZE, &low);
+    const int err = append_to_file(in_tmp("history"), "another line\n", 13, 0600);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    char *lines = text_of(in_tmp("history"));
+    CHECK(err == EFBIG && !strcmp(lines, "a line\n"), "half of a line is added: error %d, '%s'", err, lines);
+    free(lines);
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, "/dev/full", NULL) && strstr(s.err, "got a device"),
           "/dev/full: '%s'", s.err);
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, in_tmp("nowhere/s"), NULL) && strstr(s.err, "No such file"),
