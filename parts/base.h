@@ -92,15 +92,17 @@ typedef struct {
 } Output;
 
 // Begins to write the file `path`. Returns 0 or errno; call finish_output() in both cases. An existing file has to be
-// writable and keeps its mode; a new one gets `mode`, less the umask.
+// writable and keeps its mode; a new one gets `mode`, less the umask. EEXIST: it is a model (GGUF, safetensors), which
+// only create_model_output() replaces, so that a mistyped name costs no model.
 int create_output(Output *o, const char *path, mode_t mode);
+int create_model_output(Output *o, const char *path, mode_t mode);
 int write_output(const Output *o, const void *bytes, size_t n); // 0, or errno
 // Ends an output: gives the file its name if err is 0, else removes it. Returns err, or the errno of the call that
 // failed.
 int finish_output(Output *o, int err);
 // Writes a whole file; dies if that fails: "FLAG: PATH: cannot write: ..". durable: as in Output.
 void write_output_file(const char *flag, const char *path, const void *bytes, size_t n, bool durable);
-// Adds n bytes to a file, or none. A new file gets `mode`, less the umask. Returns 0 or errno.
+// Adds n bytes to a file, or none; not to a model. A new file gets `mode`, less the umask. Returns 0 or errno.
 int append_to_file(const char *path, const void *bytes, size_t n, mode_t mode);
 // What went wrong with an output, which may be finished, and what helps: "No space left on device; the old file is
 // unchanged; free some space".
@@ -390,7 +392,7 @@ static void handle_kills(void) {                       // but those that the pro
         if (!sigaction(signals[i], NULL, &before) && before.sa_handler == SIG_DFL) sigaction(signals[i], &act, NULL);
 }
 
-int create_output(Output *o, const char *path, mode_t mode) {
+int create_model_output(Output *o, const char *path, mode_t mode) {
     struct stat old;
     struct timespec now;
     *o = (Output){ .path = path, .target = follow_links(path), .fd = -1, .durable = true };
@@ -417,6 +419,24 @@ int create_output(Output *o, const char *path, mode_t mode) {
     if (exists && fchown(o->fd, old.st_uid, old.st_gid)) {}            // only root may change the owner
     if (exists && fchmod(o->fd, old.st_mode & 07777)) {}               // some file systems have no modes
     return 0;
+}
+
+static bool is_model(const char *path) {
+    static const char json[] = { 0, 0, 0, 0, '{', '"' };               // of safetensors: the length's high half, JSON
+    struct stat st;
+    char head[10] = "";
+    if (stat(path, &st) || !S_ISREG(st.st_mode)) return false;
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return false;
+    const bool whole = read(fd, head, sizeof head) == sizeof head;
+    close(fd);
+    return whole && (!memcmp(head, "GGUF", 4) || !memcmp(head + 4, json, sizeof json));
+}
+
+int create_output(Output *o, const char *path, mode_t mode) {
+    if (!is_model(path)) return create_model_output(o, path, mode);
+    *o = (Output){ .path = path, .fd = -1 };
+    return EEXIST;
 }
 
 static int write_all(int fd, const void *bytes, size_t n) {
@@ -465,6 +485,7 @@ void write_output_file(const char *flag, const char *path, const void *bytes, si
 }
 
 int append_to_file(const char *path, const void *bytes, size_t n, mode_t mode) {
+    if (is_model(path)) return EEXIST;
     const int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, mode);
     if (fd < 0) return errno;
     const off_t end = lseek(fd, 0, SEEK_END);
@@ -478,7 +499,8 @@ const char *output_error(const Output *o, int err, char out[160]) {
     const char *help = err == ENOSPC || err == EDQUOT ? "; free some space, or try another folder" :
                        err == EFBIG ? "; the file is larger than ulimit -f or the file system allows" :
                        err == EACCES || err == EPERM || err == EROFS ? "; try another folder" : "";
-    snprintf(out, 160, "%.60s%s%s", strerror(err), o->replaces ? "; the old file is unchanged" : "", help);
+    const char *why = err == EEXIST ? "it is a model file, which only quantize replaces" : strerror(err);
+    snprintf(out, 160, "%.60s%s%s", why, o->replaces ? "; the old file is unchanged" : "", help);
     return out;
 }
 

@@ -120,7 +120,7 @@ static Output open_model_output(const char *path, const char *in) {
         if (!stat(in, &source) && old.st_dev == source.st_dev && old.st_ino == source.st_ino)
             die("%s: expected another file, got the model file itself", path);
     }
-    const int err = create_output(&o, path, 0666);
+    const int err = create_model_output(&o, path, 0666);
     if (err) die_output("quantize", &o, err);
     return o;
 }

@@ -305,9 +305,6 @@ static void verb_logits(const char *model, const Ops *ops, ModelOptions o, const
     if (o.n_ctx <= 0) o.n_ctx = n;
     if (o.n_ctx == n) o.ctx_from = text ? "length of -p" : "number of --ids";
     if (n > o.n_ctx) die("%s: expected at most %d ids, got %d; try -c %d", from, o.n_ctx, n, n);
-    struct stat in, out;
-    if (!stat(model, &in) && !stat(out_path, &out) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
-        die("-o: %s: expected another file, got the model file itself", out_path);
     o.n_logits = o.n_batch = STEP_ROWS;
     Model *m = alloc_or_die(1, sizeof *m);
     load_model(m, model, ops, o, dump_dir);

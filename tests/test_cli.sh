@@ -499,7 +499,9 @@ error -o logits "$model" --ids "$tmp/five.i32"
 error "expected either --ids or -p, got both" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -p hi
 error "-sys is not a logits option; it is an option of: generate" logits "$model" --ids "$tmp/five.i32" -o "$tmp/x.f32" -sys hi
 cp "$model" "$tmp/own.gguf"
-error "the model file itself" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
+error "it is a model file, which only quantize replaces" logits "$tmp/own.gguf" --ids "$tmp/five.i32" -o "$tmp/own.gguf"
+error "it is a model file, which only quantize replaces" tokenize "$tmp/own.gguf" -p hi -o "$tmp/own.gguf"
+error "it is a model file, which only quantize replaces" niah "$model" -p 256 --svg "$tmp/own.gguf"
 ok "-o does not touch the model" cmp -s "$model" "$tmp/own.gguf"
 error --ids logits "$model" -o "$tmp/x.f32"
 

@@ -421,6 +421,7 @@ static void test_failed_write(const char *path) {
     char *lines = text_of(in_tmp("history"));
     CHECK(err == EFBIG && !strcmp(lines, "a line\n"), "half of a line is added: error %d, '%s'", err, lines);
     free(lines);
+    CHECK(append_to_file(path, "another line\n", 13, 0600) == EEXIST, "a line is added to a model");
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, "/dev/full", NULL) && strstr(s.err, "got a device"),
           "/dev/full: '%s'", s.err);
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, in_tmp("nowhere/s"), NULL) && strstr(s.err, "No such file"),
