@@ -132,6 +132,9 @@ $(BENCHES): TEST_COMPILE = $(COMPILE)
 $(B)/test_forward: TEST_COMPILE = $(COMPILE:-O3=-O2)
 # It counts calls of functions instead of seconds.
 $(B)/test_grammar: TEST_COMPILE += -finstrument-functions
+# It has the server in it.
+$(B)/test_slots: TEST_COMPILE += $(HTTP_FLAG)
+$(B)/test_slots: override LDFLAGS += $(HTTP_LIB)
 # What the programs link instead of compiling it each: the parts that have an interface and bodies. Of these a test may still
 # compile one itself, to look inside it: the archive's is not taken then.
 ENGINE_OBJECTS := $(patsubst %,$(B)/parts/%.o,base gguf tokenizer cpu)
