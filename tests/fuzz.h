@@ -3,10 +3,12 @@
  * clang -fsanitize=fuzzer links a target with -DFUZZER; otherwise main() runs it once for each file argument. */
 #ifndef FUZZ_H
 #define FUZZ_H
-#ifndef GEMMA4_H              // else gemma4.c was included before and has both
+#ifndef GEMMA4_H              // else gemma4.c was included before
+#ifndef ENGINE_LINKED         // else engine.a has these bodies
 #define GGUF_IMPLEMENTATION
-#include "../gguf.h"
 #define TOKENIZER_IMPLEMENTATION
+#endif
+#include "../gguf.h"
 #include "../tokenizer.h"
 #endif
 #include <stdio.h>

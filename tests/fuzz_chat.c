@@ -6,6 +6,7 @@
  * write them, and mutations of them. Every prompt's text must equal the text of its ids; replies must be UTF-8 and never
  * shrink, their arguments must be JSON objects, and no byte of a block of calls may be lost. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
+#define TOKENIZER_IMPLEMENTATION        // calls.h looks inside it
 #include "fuzz.h"
 #include "calls.h"
 

@@ -6,6 +6,7 @@
  * -fsanitize=fuzzer,address define FUZZER. Without it, main() runs the target on its file arguments. */
 #define _GNU_SOURCE
 #include "fuzz.h"
+#include <unistd.h>
 
 static volatile uint8_t sink;
 
@@ -17,7 +18,7 @@ static void use(Gguf *g) {                             // reads everything that 
         for (size_t j = 0; kv->strs && j < kv->count; j++)
             if (kv->strs[j].n) sink ^= (uint8_t)(kv->strs[j].s[0] ^ kv->strs[j].s[kv->strs[j].n - 1]);
         if (kv->strs || kv->count == 0) continue;
-        size_t elem = kv->elem_type == GGUF_V_STR ? 1 : gguf__values[kv->elem_type].bytes;
+        const size_t elem = kv->elem_type == GGUF_V_STR ? 1 : gguf_value_bytes(kv->elem_type);
         sink ^= (uint8_t)(kv->data[0] ^ kv->data[kv->count * elem - 1]);
     }
     for (size_t i = 0; i < g->n_tensors; i++) {

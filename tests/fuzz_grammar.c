@@ -6,6 +6,7 @@
  * a complete call must be parsed as one. */
 #define _GNU_SOURCE                     // gguf.h: open, pread, mmap
 #include "fuzz.h"
+#include <math.h>
 #include "../parts/grammar.h"
 #include "../parts/pattern.h"
 #include "../parts/schema.h"

@@ -591,6 +591,24 @@ static void test_rollback(void) {
     }
 }
 
+// A session can go back as long as its rings hold the window of the next row, and by no row more.
+static void test_going_back(void) {
+    Model *m = t.m;
+    const int len = 2 * t.ring + 5, rows = t.ring - (t.window - 1);
+    for (int drafted = 0; drafted < 20; drafted += 13) {           // rejected rows have overwritten others too
+        const int back = len - (rows - drafted);
+        fill(m, 0, len);
+        if (drafted) run_chain(m, 0, t.text, drafted, NONE);
+        CHECK(!shorten_session(m, 0, t.text, back - 1) && m->len[0] == len,
+              "%s: %d tokens and %d rejected rows: goes back to %d, whose window is overwritten", t.name, len, drafted,
+              back - 1);
+        CHECK(shorten_session(m, 0, t.text, back) && m->len[0] == back, "%s: %d tokens: cannot go back to %d", t.name,
+              len, back);
+        run_chain(m, 0, t.text + back, 1, ALL);
+        SAME(logits(m, 0), expected(back), 1, "after %d tokens and %d rejected rows: back to %d", len, drafted, back);
+    }
+}
+
 // ---- 5. sessions ----------------------------------------------------------------------------------------------------
 
 typedef struct { SegKind kind; int n; } Part;          // n 0: not in the step
@@ -875,6 +893,7 @@ static void run_job(int i) {
     test_poison();
     test_trees();
     test_rollback();
+    test_going_back();
     test_sessions();
     test_layout();
     test_reset();

@@ -175,6 +175,37 @@ static void test_contexts(const char *path, const char *drafter, int n) {
     close_model(m);
 }
 
+// Rows of a context that the drafter has overwritten. A shorter session keeps its context if the window of the next row
+// (64 tokens, in rings of 128 rows) is whole, else it starts a new one. backlog: the last rows were added from the
+// backlog: 33, which take 64 rows.
+static void test_context_edge(const char *path, const char *drafter) {
+    enum { N = 200, BACKLOG = 33, REACH = 128 - (64 - 1) };
+    int32_t ids[N + BACKLOG];
+    Model *m = open_pair(path, plan(drafter, 2));
+    random_ids(ids, N + BACKLOG, m->config.vocab);
+    CHECK(m->drafter->caches[0].slots == 128 && draft_window(m->drafter, 0) == 64, "%s: other rings: a weak test",
+          drafter);
+    for (int backlog = 0; backlog < 2; backlog++)
+        for (int lost = 0; lost < 2; lost++) {
+            const int back = N + 64 * backlog - REACH - lost;
+            reset_session(m, 0);
+            run_ids(m, 0, ids, N, CHUNKS, N, false);
+            if (backlog) run_ids(m, 0, ids + N, BACKLOG, CHUNKS, 1, false);
+            if (backlog) draft_alone(m, 0, 9);
+            CHECK(shorten_session(m, 0, ids, back), "%s: a session cannot go back to %d tokens", path, back);
+            CHECK(m->drafter->context_start[0] == (lost ? back : 0),
+                  "%s%s, back to %d tokens: the context begins at %d, expected %d", path,
+                  backlog ? ", a backlog" : "", back, m->drafter->context_start[0], lost ? back : 0);
+            if (lost) continue;
+            const Block got = draft_alone(m, 0, 9);
+            reset_session(m, 1);
+            run_ids(m, 1, ids, back, CHUNKS, back, false);
+            const Block want = draft_alone(m, 0, 9);
+            same_block(&got, &want, backlog ? "back to the edge of a ring after a backlog" : "back to the edge of a ring");
+        }
+    close_model(m);
+}
+
 // A lost context starts again, like that of a new drafter; only distances between positions matter.
 static void test_new_start(const char *path, const char *drafter) {
     enum { N = 600, CUT = 200, MORE = 50 };
@@ -701,6 +732,7 @@ int main(int argc, char **argv) {
         test_contexts(path, drafter, few ? 150 : 300);
         if (few) break;
         if (!gpu) test_new_start(path, drafter);
+        if (!gpu) test_context_edge(path, drafter);
         test_together(path, drafter);
         test_acceptance("Tell me a story about a fox.", 70, 15, story);
         test_acceptance("Tell me a story about a robot.", 30, 8, story);

@@ -187,6 +187,7 @@ static void test_keys(void) {
     base(), file[AT_KEY + 9] = 0, rejects("12 NUL in key", "E_KEY_CHAR", "g\\x00neral");
     base(), file[AT_KEY + 9] = ' ', rejects("12 space in key", "E_KEY_CHAR", "g\\x20neral");
     base(), file[AT_KEY + 9] = 0x80, rejects("12 0x80 in key", "E_KEY_CHAR", "g\\x80neral");
+    base(), file[AT_KEY + 9] = 0x7f, rejects("12 DEL in key", "E_KEY_CHAR", "g\\x7fneral");
     begin(1, 2), kv_arch(), kv_arch(), tail(), rejects("13 same key twice", "E_KEY_DUP", "general.architecture");
     base_kv("general.architecture", GGUF_V_U8), put_u8(1), tail();
     rejects("13 same key, other type", "E_KEY_DUP", "general.architecture");

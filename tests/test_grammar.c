@@ -674,6 +674,21 @@ static void test_masks(void) {
     }
 }
 
+// At every count of a repetition, from 0 over the longest token before its bound to the bound itself.
+static void test_counts(void) {
+    static const char *const gbnf[] = { "root ::= .{0,%d} \"!\"?", "root ::= .{%d} [a-z]*", "root ::= .{%d,} \"! \"" };
+    char text[128], at[128];
+    for (size_t i = 0; i < sizeof gbnf / sizeof *gbnf; i++) {
+        const int bound = vocab.longest + 6;
+        Grammar g;
+        snprintf(text, sizeof text, gbnf[i], bound);
+        memset(at, 'a', sizeof at);
+        at[bound + (i ? 2 : 0)] = 0;
+        if (CHECK(grammar_from_gbnf(&g, &vocab, str(text)), "%s: %s", text, g.err)) check_masks(&g, text, at, 1);
+        grammar_free(&g);
+    }
+}
+
 // ---- random grammars against a naive matcher ------------------------------------------------------------------------
 
 static int random_expr(Grammar *g, int depth, int rule, int n_rules) {
@@ -1039,6 +1054,7 @@ int main(int argc, char **argv) {
     test_sampled();
     test_sampled_calls();
     test_masks();
+    test_counts();
     test_states();
     test_limits();
     test_ambiguous();

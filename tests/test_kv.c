@@ -147,6 +147,19 @@ static void test_edges(void) {
 // ---- TurboQuant formats of other programs (spec/kv_and_pflash.md B2, B3, B7)
 // -----------------------------------------
 
+// Rows that are common in models, constant or alternating, are spread over all values: without signs, one value would get
+// all of the row.
+static void test_signs(void) {
+    for (int period = 1; period <= 64; period *= 2) {
+        float y[KV_ROTATION], most = 0;
+        for (int i = 0; i < KV_ROTATION; i++) y[i] = i / period % 2 ? -1 : 1;
+        kv_rotate(y, 0.0625f);
+        for (int i = 0; i < KV_ROTATION; i++) most = fmaxf(most, fabsf(y[i]));
+        CHECK(most < 3.2f, "a row that alternates every %d values: one rotated value is %g, the root of the mean square 0.71",
+              period, (double)most);
+    }
+}
+
 // The rotation: diag(S2) H diag(S1) / sqrt(128), H of 128 rows, S1 and S2 signs.
 static const uint8_t S1[] = {
     0x59, 0x03, 0x6a, 0xe4, 0x49, 0x59, 0xf8, 0x42, 0xbb, 0x3b, 0xc6, 0xa4, 0xa9, 0x50, 0xf2, 0x49
@@ -290,6 +303,7 @@ static void test_turboquant(void) {
 int main(void) {
     test_errors();
     test_rotation();
+    test_signs();
     test_edges();
     test_turboquant();
     return test_done("kv");

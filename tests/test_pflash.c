@@ -217,6 +217,32 @@ static void test_codes(const char *path, KvType type) {
     close_model(m);
 }
 
+// Scores become means of their 13 neighbours, fewer at the ends; 1/10 of 50 chunks, the last one short, are the first
+// one, the last two, and the two with the best means.
+static void test_chunks(void) {
+    enum { N = 49 * 32 + 20 };
+    static float score[N], smoothed[N];
+    static bool keep[N];
+    for (int i = 0; i < N; i++) smoothed[i] = score[i] = (float)(i * 7919 % 101) / 100;
+    smooth(smoothed, N);
+    for (int i = 0; i < N; i++) {
+        double sum = 0;
+        int n = 0;
+        for (int j = i - 6; j <= i + 6; j++) if (j >= 0 && j < N) sum += (double)score[j], n++;
+        if (fabs(sum / n - (double)smoothed[i]) > 1e-5)
+            CHECK(0, "score %d of %d: the mean of its neighbours is %.6f, got %.6f", i, N, sum / n, (double)smoothed[i]);
+    }
+    for (int i = 0; i < N; i++) score[i] = i / 32 == 20 ? 0.5f : i / 32 == 30 ? 0.4f : i / 32 == 31 ? 0.39f : 0.1f;
+    score[33 * 32] = 9;                                // one high score in a chunk of low ones: a mean of 0.378
+    keep_chunks(score, N, 0.1f, keep);
+    for (int i = 0; i < N; i++) {
+        const int chunk = i / 32;
+        const bool want = chunk == 0 || chunk == 20 || chunk == 30 || chunk >= 48;
+        if (keep[i] != want) CHECK(0, "chunk %d, token %d: expected %d, got %d", chunk, i, want, keep[i]);
+    }
+    CHECK(keep[0] && keep[N - 1], "the first and the last token: expected both");
+}
+
 // Compresses a long message between <bos> and the end, with a scorer or the model itself, whose session already has
 // tokens.
 static void test_compress(const char *path, const char *scorer, float ratio) {
@@ -365,6 +391,7 @@ int main(int argc, char **argv) {
     take_card(&argc, argv);
     start_threads(2);
     long_run = getenv("LONG") != NULL;
+    test_chunks();
     test_all(cpu_ops());
 #ifdef USE_CUDA
     if (cuda_ops()) test_all(cuda_ops());

@@ -256,6 +256,40 @@ static void test_integers(void) {
     }
 }
 
+// All ranges between small integers: exactly the integers in them, of all with up to four digits, and no other texts.
+static void test_small_integers(void) {
+    static const int edges[] = { -120, -101, -100, -99, -21, -20, -19, -16, -15, -14, -11, -10, -9, -8, -6, -5, -2, -1, 0, 1, 2,
+        4, 5, 6, 9, 10, 11, 12, 14, 15, 16, 19, 20, 21, 49, 50, 51, 89, 90, 98, 99, 100, 101, 109, 110, 115, 199, 200, 999, 1000 };
+    static const char *const others[] = { "", "-", "-0", "00", "01", "-01", "015", "1.5", "1e1", "+1", " 1", "0.0", "1_0" };
+    enum { N = sizeof edges / sizeof *edges, MOST = 1210 };
+    static char texts[2 * MOST + 1][8];
+    for (int x = -MOST; x <= MOST; x++) snprintf(texts[x + MOST], sizeof *texts, "%d", x);
+    for (int i = 0; i <= N; i++)                       // N: no minimum, no maximum
+        for (int k = i; k <= N; k++) {
+            char schema[128];
+            Grammar g;
+            const int lo = i < N ? edges[i] : -9999, hi = k < N ? edges[k] : 9999;
+            int n = snprintf(schema, sizeof schema, "{\"type\":\"integer\"");
+            if (i < N) n += snprintf(schema + n, sizeof schema - (size_t)n, ",\"minimum\":%d", lo);
+            if (k < N) n += snprintf(schema + n, sizeof schema - (size_t)n, ",\"maximum\":%d", hi);
+            snprintf(schema + n, sizeof schema - (size_t)n, "}");
+            if (!CHECK(grammar_from_schema(&g, &vocab, str(schema), false), "%s: %s", schema, g.err)) continue;
+            const int step = i % 7 == k % 7 ? 1 : 3;   // and those at the bounds
+            for (int x = -MOST; x <= MOST; x += step) {
+                const bool want = lo <= x && x <= hi, got = accepts(&g, texts[x + MOST]);
+                if (want != got) CHECK(0, "%s: %d: %d", schema, x, got);
+            }
+            for (int d = -1; d < 2; d++) {
+                if (i < N && accepts(&g, texts[lo + d + MOST]) != (d >= 0 && lo + d <= hi)) CHECK(0, "%s: %d", schema, lo + d);
+                if (k < N && accepts(&g, texts[hi + d + MOST]) != (d <= 0 && hi + d >= lo)) CHECK(0, "%s: %d", schema, hi + d);
+            }
+            for (size_t o = 0; o < sizeof others / sizeof *others; o++)
+                if (accepts(&g, others[o]) && !(o == 2 && i == N && k == N))   // any integer may be -0
+                    CHECK(0, "%s: '%s' is accepted", schema, others[o]);
+            grammar_free(&g);
+        }
+}
+
 // Numbers with up to three decimals, and one bound or two, against the validator.
 static void test_decimals(void) {
     static const char *const bounds[] = { "0", "0.5", "-0.25", "1", "-1", "0.01", "1.005", "12.34", "-3.999",
@@ -408,6 +442,7 @@ int main(int argc, char **argv) {
     test_cases();
     test_calls();
     test_integers();
+    test_small_integers();
     test_decimals();
     test_multiples();
     test_regexes();

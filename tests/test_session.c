@@ -8,6 +8,15 @@
 #include "test.h"
 #include "files.h"
 #include <sys/resource.h>
+#include <sys/uio.h>
+
+static size_t most_written;   // bytes that write() takes at a time; 0: all
+
+// In place of the C library's.
+ssize_t write(int fd, const void *bytes, size_t n) {
+    const size_t some = most_written && n > most_written ? most_written : n;
+    return writev(fd, &(struct iovec){ (void *)(uintptr_t)bytes, some }, 1);
+}
 
 enum { N_CTX = 640, N_MORE = 70 };
 
@@ -145,6 +154,11 @@ static void round_trip(const char *path, ModelOptions o, int n, int n_ctx, bool 
         }
         const int more = min_int(N_MORE, n_ctx - b->len[1]);
         const uint64_t want = next_logits(a, 0, more), have = next_logits(b, 1, more);
+        if (snapshot && a->len[0] == n / 2 + more) {     // and then go on like one that was never longer
+            Session fresh = hold(a, 1, n / 2);
+            CHECK(next_logits(a, 1, more) == want, "%s: back to the snapshot at %d: other logits after it", path, n / 2);
+            free_session(&fresh);
+        }
         CHECK(want == have, "%s: %d tokens into a context of %d%s: other logits after them", path, n, n_ctx,
               snapshot ? ", with a snapshot" : "");
     }
@@ -359,6 +373,113 @@ static void test_damage(const char *path) {
     free(changed);
 }
 
+// Headers with true checksums, of a session of n tokens that has wrapped its rings, with a snapshot: each number is
+// accepted up to the last value that is possible, and no further.
+static void test_forged(const char *path) {
+    const char *file = in_tmp("forged");
+    Model *m = open_model(path, f16);
+    const int R = ring_slots(m), W = m->config.n_swa, reach = R - (W - 1), n = 2 * R + 17, at = n - 40;
+    int32_t pending = 0;
+    Session s = hold(m, 0, at);
+    take_snapshot(&s, true);
+    run_chunk(m, 0, text + at, n - at);
+    commit_all(m);
+    for (int i = at; i < n; i++) push_id(s.t, &s.held, text[i]);
+    SessionNote note = { .pending = { .ids = &pending, .n = 1 } }, got;
+    for (int past = 0; past < 2; past++) {             // so many rows of rejected drafts follow the session
+        m->n_written[0] = n + reach + past;
+        CHECK(session_to_file(&s, &note, file, NULL), "%s", s.err);
+        if (past) expect_refusal(m, file, "do not agree", "rings that lack a row of the window");
+        else CHECK(session_from_file(&s, &got, file, NULL) == 1 && m->len[0] == n, "rings that are just enough: %s", s.err);
+        if (!past) session_note_free(&got);
+    }
+    free_session(&s);
+    s = hold(m, 0, at);
+    take_snapshot(&s, true);
+    run_chunk(m, 0, text + at, n - at);
+    commit_all(m);
+    for (int i = at; i < n; i++) push_id(s.t, &s.held, text[i]);
+    m->n_written[0] = n + 30;
+    CHECK(session_to_file(&s, &note, file, NULL), "%s", s.err);
+    size_t n_bytes;
+    char *bytes = bytes_of(file, &n_bytes), *changed = must(malloc(n_bytes));
+    const int vocab = m->config.vocab;
+    const struct { const char *what, *word; size_t at; int value; size_t also; int other; } fields[] = {
+        { "a snapshot at the end", NULL, 96, n, 100, n }, { "a snapshot after it", "do not agree", 96, n + 1, 100, n + 1 },
+        { "a snapshot whose rings are just enough", NULL, 96, n - reach, 100, n },
+        { "a snapshot whose rings lack a row", "do not agree", 96, n - reach - 1, 100, n },
+        { "a snapshot of rows that were never written", "do not agree", 96, n, 100, n + 31 },
+        { "the last id", NULL, 168, vocab - 1, 168, vocab - 1 },
+        { "one more", "token 0: expected an id", 168, vocab, 168, vocab },
+        { "the last id, pending", NULL, 168 + 4 * (size_t)n, vocab - 1, 168, 0 },
+        { "one more, pending", "expected an id", 168 + 4 * (size_t)n, vocab, 168, 0 } };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        memcpy(changed, bytes, n_bytes);
+        memcpy(changed + fields[i].at, &fields[i].value, 4);
+        memcpy(changed + fields[i].also, &fields[i].other, 4);
+        seal(changed, n_bytes);
+        put_file(file, changed, n_bytes);
+        if (fields[i].word) {
+            expect_refusal(m, file, fields[i].word, fields[i].what);
+            continue;
+        }
+        CHECK(session_from_file(&s, &got, file, NULL) == 1 && s.n_snapshots == 1, "%s: %s", fields[i].what, s.err);
+        session_note_free(&got);
+        session_rollback(&s);
+        CHECK(m->len[0] == s.snapshots[0].n, "%s: back to %d tokens, got %d", fields[i].what, s.snapshots[0].n, m->len[0]);
+    }
+    free_session(&s);
+    close_model(m);
+    free(bytes);
+    free(changed);
+}
+
+// A prompt takes snapshots at its checkpoint and every so many tokens, whatever its chunks are; of too many the one
+// closest to the next goes. From each the session continues like one that was never longer.
+static void test_snapshots(const char *path) {
+    enum { N = 300 };
+    static const struct { int chunk, every, checkpoint, most, want[8]; } cases[] = {
+        { 100, 64, 150, 8, { 64, 128, 150, 192, 256 } }, { 256, 0, 77, 8, { 77 } }, { 7, 0, 200, 8, { 200 } },
+        { 256, 90, 180, 8, { 90, 180, 270 } },
+        { 64, 64, 150, 3, { 64, 192, 256 } }, { 256, 0, 0, 8, { 0 } } };
+    Model *m = open_model(path, f16);
+    Tokenizer tok;
+    load_tokenizer(&tok, &m->gguf, m->config.vocab);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const int *want = cases[i].want;
+        Event e = { .kind = EVENT_PROMPT };
+        Session *s = session_open(m, &tok, 0);
+        const Prompt p = { .ids = text, .n = N, .checkpoint_at = cases[i].checkpoint };
+        const AnswerOptions o = { .n_predict = 1, .ignore_eos = true, .think_budget = -1, .sampling.repeat = 1 };
+        session_set_snapshots(s, cases[i].most, cases[i].every);
+        session_set_budget(s, cases[i].chunk, INFINITY);
+        CHECK(session_start(s, &p, &o), "%s", s->err);
+        while (e.kind != EVENT_END) session_next(s, &e);
+        int n = 0;
+        while (n < 8 && want[n]) n++;
+        CHECK(s->n_snapshots == n, "case %zu: %d snapshots, expected %d", i, s->n_snapshots, n);
+        for (int k = n - 1; k >= 0 && s->n_snapshots == n; k--)
+            CHECK(s->snapshots[k].n == want[k], "case %zu: snapshot %d at %d, expected %d", i, k, s->snapshots[k].n,
+                  want[k]);
+        for (int k = s->n_snapshots - 1; k >= 0; k--) {
+            const int at = s->snapshots[k].n;
+            int32_t other[N];
+            memcpy(other, text, sizeof other);
+            other[at] = (other[at] + 1) % 256;
+            session_keep(s, other, N);                 // the rings may still hold what is needed
+            CHECK(m->len[0] == at, "case %zu: a prompt with %d tokens in common: %d are kept", i, at, m->len[0]);
+            const uint64_t got = next_logits(m, 0, 20);
+            Session fresh = hold(m, 1, at);
+            CHECK(next_logits(m, 1, 20) == got, "case %zu: other logits after the snapshot at %d", i, at);
+            free_session(&fresh);
+            restore_snapshot(s, &s->snapshots[k], text);
+        }
+        session_close(s);
+    }
+    tok_free(&tok);
+    close_model(m);
+}
+
 static void test_others(const char *path, const char *dense) {
     const char *file = in_tmp("mine");
     Model *m = open_model(path, f16);
@@ -426,6 +547,12 @@ static void test_failed_write(const char *path) {
           "/dev/full: '%s'", s.err);
     CHECK(!session_to_file(&s, &(SessionNote){ 0 }, in_tmp("nowhere/s"), NULL) && strstr(s.err, "No such file"),
           "no folder: '%s'", s.err);
+    most_written = 1000;                               // as on some network file systems
+    CHECK(session_to_file(&s, &(SessionNote){ .seed = 1 }, file, NULL), "write() in pieces: %s", s.err);
+    most_written = 0;
+    free(after);
+    after = bytes_of(file, &n_after);
+    CHECK(n == n_after && !memcmp(before, after, n), "write() in pieces: %zu bytes, expected the same %zu", n_after, n);
     CHECK(!unlink(file) && !rmdir(folder), "another file is left");
     free_session(&s);
     close_model(m);
@@ -446,6 +573,8 @@ int main(void) {
     test_round_trips(paths[0], paths[1], paths[2]);
     for (int i = 0; i < 2; i++) test_tails(paths[i], with_types(KV_TQ3, i ? KV_TQ3 : KV_Q8_0, false));
     test_damage(paths[0]);
+    test_forged(paths[0]);
+    test_snapshots(paths[0]);
     test_others(paths[0], paths[1]);
     test_failed_write(paths[0]);
     return test_done("session");
