@@ -319,17 +319,23 @@ static void put_head(TokText *out, const Exchange *x, const char *object) {
 
 static bool read_stops(Exchange *x, const GgufJson *stop, TextList *list) {
     GgufJson rest = *stop, v = *stop;
-    list->text = alloc_or_die(MAX_STOPS, sizeof *list->text);
+    const bool is_list = stop->type == GGUF_J_ARRAY;
     if (!is_given(stop)) return true;
-    for (bool is_list = stop->type == GGUF_J_ARRAY; !is_list || gguf_json_next(&rest, NULL, &v); ) {
+    list->text = alloc_or_die(MAX_STOPS, sizeof *list->text);
+    while (!is_list || gguf_json_next(&rest, NULL, &v)) {
+        const int i = list->n;
         size_t n = 0;
-        char *text = v.type == GGUF_J_STRING ? copy_string(&v, &n) : NULL;
-        if (!n || strlen(text) != n || list->n == MAX_STOPS) {
-            free(text);
-            return refuse(&x->fault, 400, "stop", "stop: expected a string or at most %d strings, without NUL",
-                          MAX_STOPS);
-        }
-        list->text[list->n++] = text;
+        if (i == MAX_STOPS)
+            return refuse(&x->fault, 400, "stop", "stop: expected at most %d strings, got more", MAX_STOPS);
+        if (v.type != GGUF_J_STRING) return refuse(&x->fault, 400, "stop", "stop: expected a string or a list of them");
+        char *text = v.n <= 6 * STOP_BYTES + 2 ? copy_string(&v, &n) : NULL;     // 6: a byte may be written \u00XX
+        list->text[list->n] = text;
+        list->n += text != NULL;
+        if (!text || n > STOP_BYTES)
+            return refuse(&x->fault, 400, "stop", "stop[%d]: expected at most %d bytes, got %zu", i, STOP_BYTES,
+                          text ? n : v.n - 2);
+        if (!n) return refuse(&x->fault, 400, "stop", "stop[%d]: expected a text, got an empty string", i);
+        if (memchr(text, 0, n)) return refuse(&x->fault, 400, "stop", "stop[%d]: expected no NUL (\\u0000)", i);
         if (!is_list) break;
     }
     return true;

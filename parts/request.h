@@ -26,7 +26,7 @@ typedef struct {
 } ServeOptions;
 
 #ifdef USE_MICROHTTPD
-enum { MAX_STOPS = 16, MAX_TOP = 20 };
+enum { MAX_STOPS = 16, STOP_BYTES = 1024, MAX_TOP = 20 };
 
 // ==== [1] JSON written ===============================================================================================
 // put() appends numbers, strings and pieces of JSON to a text. Strings that may not be UTF-8 are repaired.
