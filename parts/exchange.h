@@ -63,7 +63,9 @@ struct Exchange {             // a request and its answer
     TokText     kept;                  // a list without brackets: items of this conversation to remember
     char        previous[64];          // the response that this one continues, or empty
     bool        keeps;                 // the response is kept for later requests
+    char        host[264];             // of a URL that is complete
     bool        too_large, answered;
+    bool        malformed;             // the head is; what follows it is not read
     Fault       fault;
     char        warnings[2048];        // for the client and the log: see warn()
     int         status;
@@ -144,7 +146,7 @@ static void respond(Exchange *x, int status, const char *type, TokText *body) {
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if ((status == 405 || status == 204) && x->route)
         MHD_add_response_header(r, "Allow", strcmp(x->route->method, "GET") ? "POST, OPTIONS" : "GET, HEAD, OPTIONS");
-    if (status == 413) MHD_add_response_header(r, "Connection", "close");
+    if (status == 413 || x->malformed) MHD_add_response_header(r, "Connection", "close");
     send_response(x, status, r);
     *body = (TokText){ 0 };
 }

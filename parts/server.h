@@ -27,6 +27,12 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (voi
 
 enum { MAX_CONNECTIONS = 512, BODY_SECONDS = 120 };
 
+#if MHD_VERSION >= 0x00097700                          // 1: as strict as RFC 9112
+#define STRICT MHD_OPTION_CLIENT_DISCIPLINE_LVL, 1
+#else                                                  // such an old version is not strict; check_head() is
+#define STRICT MHD_OPTION_STRICT_FOR_CLIENT, 0
+#endif
+
 static void need_http(void) {}
 
 // ==== [1] Other endpoints ============================================================================================
@@ -313,6 +319,73 @@ static const Endpoint routes[] = {                     // the last one that matc
     { "POST", "/v1/responses", route_responses, false }, { "POST", "/v1/embeddings", route_embeddings, false },
 };
 
+// ---- the head of a request ----
+// A head that two programs may read differently is refused, since a proxy may be one of them: a request could hide
+// in the body of another (RFC 9112, 11.2). libmicrohttpd from 0.9.77 on refuses most of these at its strict level. Older
+// versions cut the head into texts where it stands in the buffer, so the pointers to these say how each line ended.
+
+typedef struct {
+    int         hosts, origins, lengths, codings;      // how many of these headers there are
+    const char *end;          // of the line before
+    const char *fault;        // NULL: none
+} HeadLines;
+
+static bool is_word(const char *s) {                   // a token of RFC 9110: a method, the name of a header
+    static const char letters[] = "!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+    return *s && !s[strspn(s, letters)];
+}
+
+static bool cuts_lines(void) {                         // a version of libmicrohttpd that is as described above
+    int major, minor, patch;
+    return sscanf(MHD_get_version(), "%d.%d.%d", &major, &minor, &patch) == 3 && !major && minor == 9 && patch < 77;
+}
+
+static enum MHD_Result check_header(void *cls, enum MHD_ValueKind kind, const char *name, size_t n_name,
+                                    const char *value, size_t n) {
+    HeadLines *h = cls;
+    (void)kind;
+    h->hosts += !strcasecmp(name, "Host");
+    h->origins += !strcasecmp(name, "Origin");
+    h->lengths += !strcasecmp(name, "Content-Length");
+    h->codings += !strcasecmp(name, "Transfer-Encoding");
+    if (!value) value = "", n = 0;
+    if (!is_word(name) || strlen(name) != n_name) h->fault = "the name of a header: expected letters and digits";
+    for (size_t i = 0; i < n; i++)
+        if (((unsigned char)value[i] < ' ' && value[i] != '\t') || value[i] == 0x7f)
+            h->fault = "a header: expected no control characters";
+    if (!strcasecmp(name, "Transfer-Encoding") && strcasecmp(value, "chunked"))
+        h->fault = "Transfer-Encoding: expected chunked";
+    if (h->end && name != h->end + 2)
+        h->fault = "the head: expected lines that end in CR LF, none of them continued, and no NUL";
+    if (h->end) h->end = value + n;
+    return MHD_YES;
+}
+
+// False: the request has a head that must not be trusted, nor what follows it.
+static bool check_head(Exchange *x, const char *method, const char *version) {
+    const union MHD_ConnectionInfo *size =
+        MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_REQUEST_HEADER_SIZE);
+    HeadLines h = { .end = cuts_lines() ? version + strlen(version) : NULL };
+    MHD_get_connection_values_n(x->connection, MHD_HEADER_KIND, check_header, &h);
+    const char *fault = h.fault;
+    if (!is_word(method)) fault = "the method: expected a word";
+    if (h.end && size && h.end + 4 != method + size->header_size)
+        fault = "the head: expected lines that end in CR LF, none of them continued, and no NUL";
+    if (h.hosts > 1 || (!h.hosts && strcmp(version, "HTTP/1.0"))) fault = "Host: expected one";
+    if (h.origins > 1) fault = "Origin: expected one";
+    if (h.lengths + h.codings > 1) fault = "expected one Content-Length, or one Transfer-Encoding";
+    if (h.codings && !strcmp(version, "HTTP/1.0")) fault = "Transfer-Encoding: expected HTTP/1.1";
+    return !fault || refuse(&x->fault, 400, "", "%s", fault);
+}
+
+// libmicrohttpd calls this for the parts of a URL. A NUL, %00, would cut it.
+static size_t unescape(void *cls, struct MHD_Connection *connection, char *s) {
+    const size_t n = MHD_http_unescape(s);
+    (void)cls, (void)connection;
+    for (size_t i = 0; i < n; i++) if (!s[i]) s[i] = '?';
+    return n;
+}
+
 typedef struct { char scheme[32], host[256]; int port; } Origin;     // in lower case; port 0: the scheme's own
 
 // Reads the origin that a URL begins with: scheme://host, perhaps with a port. Returns the rest; NULL: it has none.
@@ -421,10 +494,30 @@ static bool same_key(const char *a, const char *b) {   // its time does not depe
     return !differ;
 }
 
+// Says which host a request is for, or NULL: it does not say. A URL that is complete, http://HOST/PATH, says it instead
+// of the header Host, and *url becomes its path. False: that is no host.
+static bool read_host(Exchange *x, const char **url, const char **host) {
+    Origin o;
+    const char *path = read_origin(*url, &o), *given = header(x, "Host");
+    *host = given;
+    if (path && is_web(&o)) {
+        const char *name = strstr(*url, "://") + 3;
+        snprintf(x->host, sizeof x->host, "%.*s", (int)(path - name), name);
+        *url = *path ? path : "/";
+        *host = x->host;
+    } else if (given) {
+        char whole[400];
+        const int n = snprintf(whole, sizeof whole, "http://%s", given);
+        const char *rest = n < (int)sizeof whole ? read_origin(whole, &o) : NULL;
+        if (!rest || *rest) return refuse(&x->fault, 400, "", "Host: expected a name, perhaps with a port");
+    }
+    return true;
+}
+
 // Admits a request. On a loopback address the Host header has to name it, which keeps out web pages whose name points
 // to it (DNS rebinding); web pages have to be admitted; the key has to be right.
-static bool check_caller(Exchange *x) {
-    const char *host = header(x, "Host"), *key = x->srv->o.api_key;
+static bool check_caller(Exchange *x, const char *host) {
+    const char *key = x->srv->o.api_key;
     if (x->srv->loopback && !(host && is_own_name(host, &x->srv->o)))
         return refuse(&x->fault, 403, "", "Host: expected localhost, a loopback address or the host of --public-url");
     if (!check_origin(x, host)) return false;
@@ -501,7 +594,9 @@ static void set_quiet(struct MHD_Connection *connection, double since) {
 
 static const Endpoint preflight = { "OPTIONS", "preflight", route_preflight, true };     // it carries no key
 
-static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url) {
+static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url,
+                              const char *version) {
+    const char *host = NULL;
     Exchange *x = alloc_or_die(1, sizeof *x);
     *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .created = (size_t)time(NULL),
                      .t = *srv->t };
@@ -510,10 +605,12 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     set_quiet(connection, INFINITY);
     pthread_mutex_unlock(&srv->lock);
     new_id(srv, "req_", x->request_id);
+    x->malformed = !check_head(x, method, version) || !read_host(x, &url, &host);
     find_route(x, method, url);
     if (is_preflight(x)) x->route = &preflight;
-    if (check_caller(x)) check_route(x, url);          // others do not learn which paths exist
-    const char *length = header(x, "Content-Length");
+    if (!x->malformed && check_caller(x, host)) check_route(x, url);           // others do not learn which paths exist
+    const char *length = header(x, "Content-Length"), *expect = header(x, "Expect");
+    if (expect && strcasecmp(expect, "100-continue")) refuse(&x->fault, 417, "", "Expect: expected 100-continue");
     if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
     return x;
 }
@@ -529,10 +626,10 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
                                   const char *version, const char *data, size_t *n, void **con_cls) {
     Server *srv = cls;
     Exchange *x = *con_cls;
-    (void)version;
     if (!x) {
-        *con_cls = x = new_exchange(srv, connection, method, url);
-        if (x->too_large) refuse_large(x);
+        *con_cls = x = new_exchange(srv, connection, method, url, version);
+        if (x->malformed) respond_fault(x);
+        else if (x->too_large) refuse_large(x);
         return MHD_YES;
     }
     if (x->answered) {
@@ -684,6 +781,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
         on_request, &srv, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT, (unsigned)MAX_CONNECTIONS,
         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20,
+        STRICT, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL,
         MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv,
         MHD_OPTION_END);
     if (!d) die("--port: libmicrohttpd could not start a server");
