@@ -150,8 +150,8 @@ static bool put_previous(Exchange *x, TokText *out, Said *said) {
     const char *err;
     size_t at, n = 0;
     pthread_mutex_lock(&srv->lock);
-    const Kept *k = recent_find(&srv->responses, x->previous), **chain = alloc_or_die(RECENT, sizeof *chain);
-    for (; k && n < RECENT; k = *k->previous ? recent_find(&srv->responses, k->previous) : NULL) chain[n++] = k;
+    const Kept *k = recent_find(&srv->responses, x->previous), **chain = alloc_or_starve(RECENT, sizeof *chain);
+    for (; chain && k && n < RECENT; k = *k->previous ? recent_find(&srv->responses, k->previous) : NULL) chain[n++] = k;
     const bool whole = n && !*chain[n - 1]->previous;
     put(&all, "[");
     for (size_t i = n; whole && i-- > 0; ) put(&all, i + 1 < n ? ",%r" : "%r", text_of(&chain[i]->text));

@@ -4,7 +4,7 @@
  * the answers go out as JSON or as a stream of events (exchange.h) in the form of the API that was called (openai.h,
  * anthropic.h, responses.h, ollama.h).
  *
- * Uses engine.h, grammar.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of messages)
+ * Uses engine.h, grammar.h, budget.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of messages)
  * and answer.h (hashes). Begin with serve().
  *   [1] Other endpoints    [2] HTTP: checks, routes    [3] The verb
  *
@@ -22,10 +22,13 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) { (void)m, (voi
 #else
 #include <arpa/inet.h>
 #include <ctype.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include <netdb.h>
 #include <netinet/tcp.h>
 
-enum { MAX_CONNECTIONS = 512, BODY_SECONDS = 120 };
+enum { MAX_CONNECTIONS = 512, BODY_SECONDS = 120, DRAINED_BYTES = 64 << 20 };
 
 #if MHD_VERSION >= 0x00097700                          // 1: as strict as RFC 9112
 #define STRICT MHD_OPTION_CLIENT_DISCIPLINE_LVL, 1
@@ -163,6 +166,8 @@ static void route_metrics(Exchange *x) {
     const int parked = srv->store.n, resumed = srv->store.n_resumed;
     const double memory = (double)srv->store.used, files = (double)srv->store.file_used;
     pthread_mutex_unlock(&srv->store.lock);
+    metric(&out, "request_memory_bytes", "gauge", "Host memory of requests and answers.",
+           (double)budget_used(&srv->budget));
     metric(&out, "sessions_parked", "gauge", "Idle conversations.", parked);
     metric(&out, "sessions_memory_bytes", "gauge", "Host memory used by idle conversations.", memory);
     metric(&out, "sessions_disk_bytes", "gauge", "Bytes in files of idle conversations.", files);
@@ -180,6 +185,8 @@ static void route_metrics(Exchange *x) {
     respond(x, 200, "text/plain; version=0.0.4", &out);
 }
 
+enum { TOKENIZE_BYTES = 4 << 20 };   // of a text that becomes tokens, or that tokens become
+
 static void route_tokenize(Exchange *x) {
     Request r;
     TokIds ids = { 0 };
@@ -188,6 +195,10 @@ static void route_tokenize(Exchange *x) {
     if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o)) return;
     if (!is_given(&r.content)) {
         refuse(&x->fault, 400, "content", "content: expected a string, got none");
+        return;
+    }
+    if (r.content.n > TOKENIZE_BYTES) {
+        refuse(&x->fault, 413, "content", "content: expected at most %d bytes, got %zu", TOKENIZE_BYTES, r.content.n);
         return;
     }
     char *text = copy_string(&r.content, &n);
@@ -207,7 +218,7 @@ static void route_tokenize(Exchange *x) {
         return;
     }
     tok_text_free(&out);
-    refuse(&x->fault, 400, "content", "content: %s", x->t.err);
+    refuse_text(x, "content", "content", x->t.err);
 }
 
 static void route_detokenize(Exchange *x) {
@@ -219,7 +230,12 @@ static void route_detokenize(Exchange *x) {
         refuse(&x->fault, 400, "tokens", "tokens: expected a list of token ids, got none");
         return;
     }
-    if (read_ids(x, "tokens", &r.tokens, &ids)) {
+    bool ok = read_ids(x, "tokens", &r.tokens, &ids);
+    size_t n = 0;
+    for (size_t i = 0; i < ids.n; i++) n += tok_piece(&x->t, ids.ids[i], true).n;
+    if (ok && n > TOKENIZE_BYTES)
+        ok = refuse(&x->fault, 413, "tokens", "tokens: expected a text of at most %d bytes, got %zu", TOKENIZE_BYTES, n);
+    if (ok) {
         append_ids(x, &text, &ids, true);
         put(&out, "{'content':%t}", text_of(&text));
         respond_json(x, &out);
@@ -243,7 +259,7 @@ static void route_template(Exchange *x) {
         put(&out, "{'prompt':%t,'n_tokens':%z}", text_of(&text), ids.n);
         respond_json(x, &out);
     } else if (ok) {
-        refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
+        refuse_text(x, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", NULL, x->t.err);
     }
     begun_free(&begun);
     tok_text_free(&text);
@@ -285,7 +301,10 @@ static void route_page(Exchange *x) {
     const bool same = held && strstr(held, page.tag);
     struct MHD_Response *r =
         MHD_create_response_from_buffer(same ? 0 : page.text.n, page.text.s, MHD_RESPMEM_PERSISTENT);
-    if (!r) die("out of memory for a page");
+    if (!r) {
+        send_response(x, 503, NULL);
+        return;
+    }
     MHD_add_response_header(r, "Content-Type", "text/html; charset=utf-8");
     MHD_add_response_header(r, "Content-Security-Policy", policy);
     MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
@@ -478,7 +497,10 @@ static bool is_preflight(const Exchange *x) {
 static void route_preflight(Exchange *x) {
     const char *headers = header(x, "Access-Control-Request-Headers");
     struct MHD_Response *r = MHD_create_response_from_buffer(0, (void *)"", MHD_RESPMEM_PERSISTENT);
-    if (!r) die("out of memory for a response");
+    if (!r) {
+        send_response(x, 503, NULL);
+        return;
+    }
     MHD_add_response_header(r, "Access-Control-Allow-Methods", "GET, HEAD, POST, DELETE");
     if (headers) MHD_add_response_header(r, "Access-Control-Allow-Headers", headers);
     if (header(x, "Access-Control-Request-Private-Network"))
@@ -568,12 +590,12 @@ static void on_connection(void *cls, struct MHD_Connection *connection, void **c
     Server *srv = cls;
     pthread_mutex_lock(&srv->lock);
     if (code == MHD_CONNECTION_NOTIFY_STARTED) {
-        Peer *p = alloc_or_die(1, sizeof *p);
+        Peer *p = calloc(1, sizeof *p);                // NULL: it has no memory for its request either
         const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-        *p = (Peer){ .next = srv->peers, .link = &srv->peers, .fd = info ? info->connect_fd : -1, .quiet = seconds() };
-        if (p->next) p->next->link = &p->next;
-        srv->peers = p;
-        srv->n_peers++;
+        if (p) *p = (Peer){ srv->peers, &srv->peers, info ? info->connect_fd : -1, seconds() };
+        if (p && p->next) p->next->link = &p->next;
+        if (p) srv->peers = p;
+        srv->n_peers += p != NULL;
         *context = p;
     } else if (*context) {
         Peer *p = *context;
@@ -594,10 +616,12 @@ static void set_quiet(struct MHD_Connection *connection, double since) {
 
 static const Endpoint preflight = { "OPTIONS", "preflight", route_preflight, true };     // it carries no key
 
+// Begins a request whose head has come. NULL: there is no memory.
 static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url,
                               const char *version) {
     const char *host = NULL;
-    Exchange *x = alloc_or_die(1, sizeof *x);
+    Exchange *x = calloc(1, sizeof *x);
+    if (!x) return NULL;
     *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .created = (size_t)time(NULL),
                      .t = *srv->t };
     pthread_mutex_lock(&srv->lock);
@@ -611,7 +635,10 @@ static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, co
     if (!x->malformed && check_caller(x, host)) check_route(x, url);           // others do not learn which paths exist
     const char *length = header(x, "Content-Length"), *expect = header(x, "Expect");
     if (expect && strcasecmp(expect, "100-continue")) refuse(&x->fault, 417, "", "Expect: expected 100-continue");
-    if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
+    const unsigned long long n = length ? strtoull(length, NULL, 10) : 0;
+    x->too_large = n > srv->o.max_body;
+    // Most clients read an answer only after they have sent the body.
+    x->early = x->malformed || (x->too_large && (expect || n > DRAINED_BYTES));
     return x;
 }
 
@@ -621,15 +648,42 @@ static void refuse_large(Exchange *x) {
     respond_fault(x);
 }
 
+// Adds a piece to the body, unless the request is refused already.
+static void add_to_body(Exchange *x, const char *data, size_t n) {
+    x->too_large |= x->body.n + n > x->srv->o.max_body;
+    if (x->too_large || x->fault.status) return;
+    if (!count_texts(x, x->body.n + 2 * n) || !tok_text_append(&x->body, data, n)) {
+        refuse_starved(&x->fault);
+        tok_text_free(&x->body);
+        count_texts(x, 0);
+    }
+}
+
+// Answers a request that has come as a whole.
+static void answer_request(Exchange *x) {
+    if (x->too_large) {
+        refuse_large(x);
+        return;
+    }
+    if (!x->fault.status && asks_for_methods(x)) route_options(x);
+    else if (!x->fault.status && (!x->body.n || begin_work(x, WORK * x->body.n + WORK_MORE))) x->route->answer(x);
+    end_work(x);
+    if (x->answered) return;
+    if (starved) refuse_starved(&x->fault);
+    respond_fault(x);
+}
+
 // libmicrohttpd calls this after the headers, for each piece of the body, and at its end.
 static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, const char *url, const char *method,
                                   const char *version, const char *data, size_t *n, void **con_cls) {
     Server *srv = cls;
     Exchange *x = *con_cls;
+    starved = false;
     if (!x) {
         *con_cls = x = new_exchange(srv, connection, method, url, version);
-        if (x->malformed) respond_fault(x);
-        else if (x->too_large) refuse_large(x);
+        if (!x) return MHD_NO;
+        if (x->early && x->malformed) respond_fault(x);
+        else if (x->early) refuse_large(x);
         return MHD_YES;
     }
     if (x->answered) {
@@ -638,18 +692,12 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
     }
     if (*n) {
         if (seconds() - x->started > BODY_SECONDS) return MHD_NO;
-        x->too_large |= x->body.n + *n > srv->o.max_body;
-        if (!x->too_large && !x->fault.status && !tok_text_append(&x->body, data, *n)) return MHD_NO;
+        add_to_body(x, data, *n);
         *n = 0;
         return MHD_YES;
     }
-    if (x->too_large) {
-        refuse_large(x);
-        return MHD_YES;
-    }
-    if (!x->fault.status) (asks_for_methods(x) ? route_options : x->route->answer)(x);
-    if (!x->answered) respond_fault(x);
-    return MHD_YES;
+    answer_request(x);
+    return x->lost ? MHD_NO : MHD_YES;
 }
 
 // Logs one line of JSON for each request; its text only if the options ask for it.
@@ -753,6 +801,33 @@ static void open_store(Server *srv) {
     store_open(&srv->store, srv->slots[0].s, o->session_dir, room, o->session_disk);
 }
 
+// Divides the memory that the model leaves among requests, idle conversations and connections, each of which has a thread
+// with a stack; returns the most connections. If the address space has a limit (ulimit -v), all threads allocate in one
+// place, which else would each reserve some.
+static unsigned open_budget(Server *srv) {
+    enum { STACK = (1 << 20) + (1 << 16), LEAST = 16 };
+    ServeOptions *o = &srv->o;
+    const size_t left = address_space_left(), room = available_memory();
+    size_t memory = room > o->cache_ram ? (room - o->cache_ram) / 2 : 0, connections = MAX_CONNECTIONS;
+    if (left < SIZE_MAX) {
+        o->cache_ram = o->cache_ram < left / 8 ? o->cache_ram : left / 8;
+        memory = memory < left / 2 ? memory : left / 2;
+        connections = connections < left / 8 / STACK ? connections : left / 8 / STACK;
+#ifdef M_ARENA_MAX
+        mallopt(M_ARENA_MAX, 1);
+#endif
+    }
+#ifdef M_MMAP_THRESHOLD
+    mallopt(M_MMAP_THRESHOLD, 1 << 20);                // what is large goes back to the system when it is freed
+#endif
+    budget_open(&srv->budget, o->memory ? o->memory : memory);
+    const size_t body = srv->budget.limit[FOR_WORK] / WORK;
+    if (body < o->max_body) o->max_body = body;
+    fprintf(stderr, "# host memory: up to %.1f MiB for requests and answers, requests of up to %.1f MiB\n",
+            (double)(o->memory ? o->memory : memory) / (1 << 20), (double)o->max_body / (1 << 20));
+    return (unsigned)(connections > LEAST ? connections : LEAST);
+}
+
 // Serves until SIGTERM or SIGINT.
 static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     Server srv = { .m = m, .t = t, .o = *o, .created = time(NULL), .lock = PTHREAD_MUTEX_INITIALIZER };
@@ -767,6 +842,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     srv.chunk = o->chunk ? o->chunk : model_options(m)->n_batch;
     srv.by_rows = chunk_is_free(m, srv.chunk);
     srv.share = srv.by_rows ? share_of(min_int(SHARE_LEAST, srv.chunk), srv.chunk) : share_of(1, INFINITY);
+    const unsigned connections = open_budget(&srv);
     open_store(&srv);
     if (getrandom(&srv.salt, sizeof srv.salt, 0) != sizeof srv.salt) srv.salt = (uint64_t)time(NULL);
     name_model(&srv);
@@ -779,7 +855,7 @@ static void serve(Model *m, Tokenizer *t, const ServeOptions *o) {
     const int fd = listen_at(&srv);
     struct MHD_Daemon *d = MHD_start_daemon(
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
-        on_request, &srv, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT, (unsigned)MAX_CONNECTIONS,
+        on_request, &srv, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT, connections,
         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20,
         STRICT, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL,
         MHD_OPTION_NOTIFY_COMPLETED, on_completed, &srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection, &srv,
