@@ -117,6 +117,11 @@ static bool begin_work(Exchange *x, size_t n) {
     return true;
 }
 
+// Counts n more bytes of the work that has begun. False: there is no room, and it is refused.
+static bool more_work(Exchange *x, size_t n) {
+    return budget_set(&x->srv->budget, FOR_WORK, &x->work, x->work + n) || refuse_starved(&x->fault);
+}
+
 // Counts what an exchange holds: its texts, and `more` bytes. False: there is no room, and it is refused.
 static bool count_texts(Exchange *x, size_t more) {
     const TokText *const texts[] = { &x->original, &x->body, &x->messages, &x->tools, &x->renamed, &x->kept, &x->out };
@@ -246,8 +251,8 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
     put(out, "}}");
 }
 
-// Refuses a prompt of n tokens, or more, that the context has no room for, in the words by which clients know this error.
-// Returns false.
+// Refuses a prompt of n tokens, or at least n, that the context has no room for, in the words by which clients know
+// this error. Returns false.
 static bool refuse_long(Exchange *x, size_t n, bool at_least) {
     const bool plain = !x->api->convert && !strstr(x->route->path, "/chat/");
     const char *least = at_least ? "at least " : "";

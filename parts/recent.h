@@ -19,8 +19,8 @@ static inline void recent_drop(Recent *r) {                   // the oldest text
     tok_text_free(&k->text);
 }
 
-// Adds a copy of a text; the oldest ones give way. A text or an id that is too long is not kept, nor one without memory. previous: an id that
-// belongs to the text, or "".
+// Adds a copy of a text; the oldest ones give way. A text or an id that is too long is not kept, nor a text for which
+// there is no memory. previous: an id that belongs to the text, or "".
 static inline void recent_add(Recent *r, const char *id, const char *previous, TokStr text) {
     if (text.n > RECENT_BYTES || strlen(id) >= sizeof r->ring->id || strlen(previous) >= sizeof r->ring->id) return;
     if (!r->ring) r->ring = calloc(RECENT, sizeof *r->ring);

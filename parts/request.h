@@ -32,8 +32,8 @@ enum { MAX_STOPS = 16, STOP_BYTES = 1024, MAX_TOP = 20 };
 // ==== [1] JSON written ===============================================================================================
 // put() appends numbers, strings and pieces of JSON to a text. Strings that may not be UTF-8 are repaired.
 
-// Memory is counted before it is used (budget.h). If it runs out all the same, what is written lacks something, `starved`
-// is set, and whoever sends an answer sends an error in its place.
+// Memory is counted before it is used (budget.h). If it runs out all the same, what is written lacks something, and
+// `starved` is set: whoever sends an answer sends an error in its place.
 static _Thread_local bool starved;
 
 static void append(TokText *out, const char *s, size_t n) {

@@ -1,7 +1,7 @@
 /* schedule.h - the jobs of the server: a queue, and one engine thread that answers all of them together.
  *
- * Uses engine.h, grammar.h, request.h, recent.h, budget.h; the callers store.h (idle conversations) and answer.h (hashes). Begin
- * with run_engine().
+ * Uses engine.h, grammar.h, request.h, recent.h, budget.h; the callers store.h (idle conversations) and answer.h
+ * (hashes). Begin with run_engine().
  *   [1] How much of a prompt a round runs    [2] Jobs    [3] Slots    [4] Rounds
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Another
@@ -492,17 +492,19 @@ static void learn_share(Server *srv, Round round, double taken) {
     if (round == ROUND_SHARED && whole) share_learn(&srv->share, with, taken);
 }
 
-// The probability of token `id`, and the n most probable tokens. Overwrites the logits.
-static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
+// The probability of token `id`, and the n most probable tokens; of equal ones the first.
+static void weigh(const float *logits, int vocab, int32_t id, int n, Likely *l) {
     const double sum = logsumexp(logits, vocab);
     *l = (Likely){ .id = id, .n_top = min_int(n, vocab), .logprob = (float)(logits[id] - sum) };
-    for (int k = 0; k < l->n_top; k++) {
-        int best = 0;
-        for (int i = 1; i < vocab; i++) if (logits[i] > logits[best]) best = i;
-        l->top[k] = best;
-        l->top_logprob[k] = (float)(logits[best] - sum);
-        logits[best] = -INFINITY;
+    for (int i = 0, have = 0; i < vocab && l->n_top; i++) {            // one pass: other sessions wait
+        int k = have;
+        if (have == l->n_top && !(logits[i] > logits[l->top[k - 1]])) continue;
+        have += have < l->n_top;
+        if (k == l->n_top) k--;
+        for (; k > 0 && logits[i] > logits[l->top[k - 1]]; k--) l->top[k] = l->top[k - 1];
+        l->top[k] = i;
     }
+    for (int k = 0; k < l->n_top; k++) l->top_logprob[k] = (float)(logits[l->top[k]] - sum);
 }
 
 static void push_likely(Job *job, const Likely *l) {   // the caller holds the lock

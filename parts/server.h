@@ -4,8 +4,8 @@
  * the answers go out as JSON or as a stream of events (exchange.h) in the form of the API that was called (openai.h,
  * anthropic.h, responses.h, ollama.h).
  *
- * Uses engine.h, grammar.h, budget.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of messages)
- * and answer.h (hashes). Begin with serve().
+ * Uses engine.h, grammar.h, budget.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of
+ * messages) and answer.h (hashes). Begin with serve().
  *   [1] Other endpoints    [2] HTTP: checks, routes    [3] The verb
  *
  * TRUST    Every byte of a request is untrusted: it is checked before use, and an error in it is answered by a 4xx. */
@@ -234,7 +234,8 @@ static void route_detokenize(Exchange *x) {
     size_t n = 0;
     for (size_t i = 0; i < ids.n; i++) n += tok_piece(&x->t, ids.ids[i], true).n;
     if (ok && n > TOKENIZE_BYTES)
-        ok = refuse(&x->fault, 413, "tokens", "tokens: expected a text of at most %d bytes, got %zu", TOKENIZE_BYTES, n);
+        ok = refuse(&x->fault, 413, "tokens", "tokens: expected a text of at most %d bytes, got %zu", TOKENIZE_BYTES,
+                    n);
     if (ok) {
         append_ids(x, &text, &ids, true);
         put(&out, "{'content':%t}", text_of(&text));
@@ -340,8 +341,9 @@ static const Endpoint routes[] = {                     // the last one that matc
 
 // ---- the head of a request ----
 // A head that two programs may read differently is refused, since a proxy may be one of them: a request could hide
-// in the body of another (RFC 9112, 11.2). libmicrohttpd from 0.9.77 on refuses most of these at its strict level. Older
-// versions cut the head into texts where it stands in the buffer, so the pointers to these say how each line ended.
+// in the body of another (RFC 9112, 11.2). libmicrohttpd from 0.9.77 on refuses most of these at its strict level.
+// Older versions cut the head into texts where it stands in the buffer, so the pointers to these say how each line
+// ended.
 
 typedef struct {
     int         hosts, origins, lengths, codings;      // how many of these headers there are
@@ -801,9 +803,9 @@ static void open_store(Server *srv) {
     store_open(&srv->store, srv->slots[0].s, o->session_dir, room, o->session_disk);
 }
 
-// Divides the memory that the model leaves among requests, idle conversations and connections, each of which has a thread
-// with a stack; returns the most connections. If the address space has a limit (ulimit -v), all threads allocate in one
-// place, which else would each reserve some.
+// Divides the memory that the model leaves among requests, idle conversations and connections, each of which has a
+// thread with a stack; returns the most connections. If the address space has a limit (ulimit -v), all threads allocate
+// in one place: else each would reserve some.
 static unsigned open_budget(Server *srv) {
     enum { STACK = (1 << 20) + (1 << 16), LEAST = 16 };
     ServeOptions *o = &srv->o;
