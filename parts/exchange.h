@@ -100,8 +100,9 @@ struct Exchange {             // a request and its answer
 // Work on a body of n bytes takes at most WORK * n, and WORK_MORE: it becomes tokens (4 bytes each, and 24 for each
 // character of a long word while it is merged), or a list of messages (300 bytes for one of 16), or a text in which
 // each part of 3 bytes has become 40; all of them in buffers that are half as large again, and move when they grow.
-// An answer of n bytes takes ANSWER_WORK * n as JSON: a probability of 4 bytes is a name and a number there.
-enum { WORK = 40, WORK_MORE = 1 << 16, ANSWER_WORK = 32, LARGE_WORK = 4 << 20, WORK_SECONDS = 30 };
+// What the answer to a job has takes at most ANSWER_WORK times its bytes as JSON: a token and its probability, 8 bytes,
+// are a name, a number and a list of bytes there; a character may become 6.
+enum { WORK = 40, WORK_MORE = 1 << 16, ANSWER_WORK = 16, LARGE_WORK = 4 << 20, WORK_SECONDS = 30 };
 
 static void end_work(Exchange *x) {
     if (x->work) budget_rest(&x->srv->budget, x->work, x->large);
@@ -827,7 +828,11 @@ static void complete(Exchange *x, const Api *api) {
     if (x->fault.status) return;
     if (x->choices->job->ranked) rank_answers(x);
     choose(x, 0);
-    for (int i = 0; i < x->n_choices; i++) n += ANSWER_WORK * job_bytes(x->choices[i].job);
+    for (int i = 0; i < x->n_choices; i++) {
+        const Job *job = x->choices[i].job;
+        n += ANSWER_WORK * (job->content.n + job->thought.n + (job->ids.n + job->said.n) * sizeof(int32_t) +
+                            (size_t)job->n_likely * sizeof *job->likely);
+    }
     if (!begin_work(x, n)) return;
     api->whole(x, &out);
     if (count_texts(x, out.cap)) respond(x, 200, "application/json", &out);
