@@ -702,8 +702,8 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
     return x->lost ? MHD_NO : MHD_YES;
 }
 
-// Logs one line of JSON for each request; its text only if the options ask for it.
-static TokText log_line(const Exchange *x, int status) {
+// Logs one line of JSON for each request; its text only if the options ask for it. asked: that text, as JSON.
+static TokText log_line(const Exchange *x, int status, const TokText *asked) {
     TokText line = { 0 };
     const Job *job = x->job;
     put(&line, "{'time':%z,'method':%s,'path':%s,'status':%d,'ms':%f", (size_t)time(NULL), x->method,
@@ -714,7 +714,7 @@ static TokText log_line(const Exchange *x, int status) {
             u.prompt, u.cached, u.made, 1e3 * u.prompt_seconds, 1e3 * u.decode_seconds, end_text[job->end]);
     }
     if (*x->warnings) put(&line, ",'warnings':%s", x->warnings);
-    if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
+    if (x->srv->o.log_text) put(&line, ",'request':%r", text_of(asked));
     if (x->srv->o.log_text && job)
         put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
     put(&line, "}\n");
@@ -727,9 +727,11 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     Exchange *x = *con_cls;
     if (!x) return;
     const int status = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ? x->status : CLIENT_LEFT;
+    TokText asked = { 0 };
+    if (srv->o.log_text) put(&asked, "%t", text_of(&x->body));       // it may be long: not under the lock
     pthread_mutex_lock(&srv->lock);
     srv->totals.http[status / 100]++;
-    TokText line = log_line(x, status);
+    TokText line = log_line(x, status, &asked);
     for (int i = 0; i < x->n_choices; i++) {
         x->choices[i].job->gone = true;
         job_drop(x->choices[i].job);
@@ -740,6 +742,7 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     sem_post(&wake);
     fwrite(line.s, 1, line.n, stderr);                 // a slow log delays this connection alone
     tok_text_free(&line);
+    tok_text_free(&asked);
     exchange_free(x);
     *con_cls = NULL;
 }

@@ -169,7 +169,7 @@ async function memory() {
     ["small messages of Ollama", messages(fill('{"role":"user"},'), ""), [400], "/api/chat"],
     ["items of responses", `{"input":[${fill('{"role":"user","content":""},').slice(0, -1)}]}`, [400], "/v1/responses"],
     ["small tools", `{"messages":[{"role":"user","content":"a"}],"tools":[${fill('{"name":""},', 50).slice(0, -1)}]}`, [400]],
-    ["brackets", fill("["), [400]], ["n and a long prompt", JSON.stringify({ prompt: Array(4000).fill(9), n: 128, max_tokens: 1, logprobs: 5, logit_bias: { 5: 1 }, cache_prompt: false }), [429, 503, 200], "/v1/completions"],
+    ["brackets", fill("["), [400]], ["n and a long prompt", JSON.stringify({ prompt: Array(500).fill(9), n: 128, max_tokens: 1, logprobs: 5, logit_bias: { 5: 1 }, cache_prompt: false }), [429, 503, 200], "/v1/completions"],
   ].slice(0, long ? 99 : 12);
   for (const [name, data, want, path] of cases) {
     const answer = await raw(post(data, { path }));
