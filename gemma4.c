@@ -987,6 +987,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/store.h"
 #include "parts/request.h"
 #include "parts/recent.h"
+#include "parts/budget.h"
 #include "parts/schedule.h"
 #include "parts/exchange.h"
 #include "parts/dialects.h"

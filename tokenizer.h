@@ -168,14 +168,22 @@ typedef struct {
     bool exact;               // follow the published template even where its prompts are broken: a declaration whose
                               // parameters have no type or whose response is not an object; an answer after a message
                               // with content and results
+    size_t most;              // fail if the length of a text alone says that there are more ids, or at twice as many,
+                              // without encoding the rest; 0: no limit
     TokStr thought, answer;   // prefill: the beginning of the model's turn, with add_cue; s NULL: none. A thought stays
                               // open unless an answer follows, and then needs `think`. An answer continues the turn of
                               // the assistant's message before it
+    // Results, unless NULL.
+    size_t *before_cue;       // ids before the cue: a later prompt of the same conversation begins with them
+    size_t *least;            // if it fails for `most`, how many ids the prompt has at least; else 0
 } TokChat;
 
 // Renders the prompt with the canonical template, <bos> first. Appends ids to *ids and, unless text is NULL, the prompt
 // as text, with markers, to *text. Errors name the place: "messages[2].content: expected ...".
 int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text);
+
+// The number of ids of a text of n bytes is at least this.
+static inline size_t tok_least(const Tokenizer *t, size_t n) { return n / (t->stream_cap / 3); }
 
 // ---- parsing the model's answer ----
 
@@ -1054,7 +1062,8 @@ typedef struct {
     TokIds *ids;
     TokText *text;            // the prompt as text, or NULL
     TokText run;              // plain text that is not encoded yet
-    bool exact;               // TokChat.exact
+    const TokChat *c;
+    size_t first;             // ids that were there before the prompt
     bool failed;              // t->err says why
 } Tok__Prompt;
 
@@ -1075,8 +1084,19 @@ static void tok__put_string(Tok__Prompt *p, const GgufJson *v) {      // the dec
     if (tok__room_in_run(p, v->n)) p->run.n += gguf_json_string(v, p->run.s + p->run.n);
 }
 
+// Refuses a prompt that has too many ids for sure: by the length of the text to come alone, or twice as many in all.
+// Others are encoded, so that their length is known exactly.
+static void tok__check_most(Tok__Prompt *p) {
+    const size_t more = tok_least(p->t, p->run.n), least = p->ids->n - p->first + more, most = p->c->most;
+    if (!most || (more <= most && least <= 2 * most)) return;
+    if (p->c->least) *p->c->least = least;
+    TOK__REFUSE(p, "chat: expected a prompt of at most %zu tokens, got at least %zu", most, least);
+}
+
 static void tok__end_run(Tok__Prompt *p) {
     if (p->failed || !p->run.n) return;
+    tok__check_most(p);
+    if (p->failed) return;
     if (tok_encode(p->t, p->run.s, p->run.n, TOK_PLAIN, p->ids) < 0) p->failed = true;
     else if (p->text && !tok_text_append(p->text, p->run.s, p->run.n))
         TOK__REFUSE(p, "out of memory for the text of a prompt");
@@ -1403,7 +1423,7 @@ static void tok__put_tool(Tok__Prompt *p, const GgufJson *tool, size_t i) {
             tok__put_required(p, &s[REQUIRED]);
             tok__put(p, ",");
         }
-        if (!tok_json_is_set(&s[TYPE]) && !p->exact) s[TYPE] = object;
+        if (!tok_json_is_set(&s[TYPE]) && !p->c->exact) s[TYPE] = object;
         if (tok_json_is_set(&s[TYPE])) {
             tok__put(p, "type:");
             tok__put_quoted_type(p, &s[TYPE]);
@@ -1418,8 +1438,8 @@ static void tok__put_tool(Tok__Prompt *p, const GgufJson *tool, size_t i) {
             tok__put_quoted(p, &s[ABOUT]);
             tok__put(p, ",");
         }
-        if (!tok_json_is_set(&s[TYPE]) && !p->exact) s[TYPE] = object;
-        if (tok__is_word(&s[TYPE], "OBJECT") || !p->exact) {
+        if (!tok_json_is_set(&s[TYPE]) && !p->c->exact) s[TYPE] = object;
+        if (tok__is_word(&s[TYPE], "OBJECT") || !p->c->exact) {
             tok__put(p, "type:");
             tok__put_quoted_type(p, &s[TYPE]);
             tok__put(p, "}");
@@ -1689,23 +1709,24 @@ static Tok__End tok__put_messages(Tok__Prompt *p, const TokChat *c, const Tok__M
 
 // Writes the opening of the model's turn, and the prefill of its answer if there is one.
 static void tok__put_cue(Tok__Prompt *p, const TokChat *c, Tok__End end, bool closed) {
-    const bool after_result = end == TOK__AFTER_RESULT && !(closed && !p->exact);
+    const bool after_result = end == TOK__AFTER_RESULT && !(closed && !c->exact);
     const bool new_turn = closed && !after_result && end != TOK__CALL_OPEN;
-    bool in_thought = false;
+    const bool opens_thought = c->thought.s || (after_result && (c->think || c->end_thought)) ||
+        (new_turn && !c->think && p->t->large_variant);
+    if (new_turn || opens_thought || !c->answer.s) tok__end_run(p);    // else the answer continues a text
+    if (c->before_cue) *c->before_cue = p->ids->n - p->first;
     if (end == TOK__CALL_OPEN && (c->thought.s || c->answer.s))
         TOK__REFUSE(p, "chat: the last tool call has no result yet");
     if (new_turn) {
         tok__put_tag(p, &p->t->turn_open);
         tok__put(p, "model\n");
     }
-    if (c->thought.s || (after_result && (c->think || c->end_thought)) ||
-        (new_turn && !c->think && p->t->large_variant)) {
+    if (opens_thought) {
         tok__put_tag(p, &p->t->channel_open);
         tok__put(p, "thought\n");
-        in_thought = true;
     }
     if (c->thought.s) tok__put_bytes(p, c->thought.s, c->thought.n);
-    if (in_thought && (!c->think || c->answer.s)) {
+    if (opens_thought && (!c->think || c->answer.s)) {
         if (c->thought.s) tok__put(p, "\n");
         tok__put_tag(p, &p->t->channel_close);
     }
@@ -1748,12 +1769,13 @@ static Tok__Message *tok__read_messages(Tok__Prompt *p, const GgufJson *list, si
 }
 
 int tok_chat(Tokenizer *t, const TokChat *c, TokIds *ids, TokText *text) {
-    Tok__Prompt p = { .t = t, .ids = ids, .text = text, .exact = c->exact };
+    Tok__Prompt p = { .t = t, .ids = ids, .text = text, .c = c, .first = ids->n };
     const size_t n_ids = ids->n, n_text = text ? text->n : 0;
     GgufJson list, tools, tool;
     Tok__Message *m = NULL;
     size_t n = 0, first = 0, n_tools = 0;
     bool closed;
+    if (c->least) *c->least = 0;
     if (tok__parse_list(&p, "messages", c->messages, &list) && tok__parse_list(&p, "tools", c->tools, &tools))
         m = tok__read_messages(&p, &list, &n);
     if ((c->thought.s || c->answer.s) && !c->add_cue)

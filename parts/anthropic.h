@@ -318,8 +318,8 @@ static void route_messages(Exchange *x) { complete(x, &messages_api); }
 static void route_count(Exchange *x) {
     Request r;
     TokText out = { 0 };
-    add_choice(x);
-    if (!read_question(x, &messages_api, &r)) return;
+    x->counts = true;
+    if (!add_choice(x) || !read_question(x, &messages_api, &r)) return;
     put(&out, "{'input_tokens':%z}", x->job->ids.n);
     respond(x, 200, "application/json", &out);
 }

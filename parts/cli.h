@@ -608,7 +608,8 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     cpu_ops()->memory(&free_bytes, &total);
     ServeOptions s = { .host = f->host ? f->host : "127.0.0.1", .alias = f->alias, .api_key = key ? key : f->api_key,
                        .port = (int)f->port, .max_queue = (int)f->queue, .timeout = (int)f->timeout,
-                       .max_body = (size_t)f->max_body << 20, .n_predict = (int)f->n_predict,
+                       .max_body = (size_t)f->max_body << 20, .memory = (size_t)f->request_memory << 20,
+                       .n_predict = (int)f->n_predict,
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
                        .chunk = (int)f->chunk, .session_dir = f->session_dir,
                        .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,

@@ -99,9 +99,11 @@ static const char *find_field(const char *name, const char *const *known, bool t
     const size_t n_fields = table ? sizeof fields / sizeof *fields : 0;
     const char *best = NULL;
     int least = 1 + FAR;
+    for (size_t i = 0; i < n_fields; i++) if (!strcmp(name, fields[i].name)) return fields[i].name;
+    for (const char *const *field = known; *field; field++) if (!strcmp(name, *field)) return *field;
     for (size_t i = 0; i < n_fields || *known; i++) {
         const char *field = i < n_fields ? fields[i].name : *known++;
-        const int distance = strcmp(name, field) ? 1 + name_distance(name, field) : 0;
+        const int distance = 1 + name_distance(name, field);
         if (distance < least) least = distance, best = field;
     }
     return best;

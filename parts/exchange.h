@@ -1,7 +1,7 @@
 /* exchange.h - a request and its answer: from a body to a queued job, and from what the engine adds to that job to one
  *              answer or a stream of events. The form of each API is a table of functions (Api).
  *
- * Uses engine.h, grammar.h, schema.h, request.h, schedule.h. Begin with complete().
+ * Uses engine.h, grammar.h, schema.h, request.h, budget.h, schedule.h. Begin with complete().
  *   [1] A request and its answer    [2] From a request to a job    [3] The answer, whole or as a stream
  *
  * THREADS  Each connection has a thread of libmicrohttpd, which reads the request, tokenizes it, queues a job, and
@@ -63,7 +63,14 @@ struct Exchange {             // a request and its answer
     TokText     kept;                  // a list without brackets: items of this conversation to remember
     char        previous[64];          // the response that this one continues, or empty
     bool        keeps;                 // the response is kept for later requests
+    char        host[264];             // of a URL that is complete
+    size_t      held, work;            // bytes of Server.budget: for what it holds, for what it does now
+    bool        large;                 // it does the work of a large request
     bool        too_large, answered;
+    bool        early;                 // it is refused before its body has come
+    bool        lost;                  // there was no memory for a response: the connection is closed
+    bool        counts;                // only the tokens of the prompt are asked for
+    bool        malformed;             // the head is; what follows it is not read
     Fault       fault;
     char        warnings[2048];        // for the client and the log: see warn()
     int         status;
@@ -90,9 +97,45 @@ struct Exchange {             // a request and its answer
     int         n_blocks, n_events, n_ended;           // n_ended: choices
 };
 
+// ---- the memory of a request ----
+// Work on a body of n bytes takes at most WORK * n, and WORK_MORE: it becomes tokens (4 bytes each, and 24 for each
+// character of a long word while it is merged), or a list of messages (300 bytes for one of 16), or a text in which
+// each part of 3 bytes has become 40; all of them in buffers that are half as large again, and move when they grow.
+// What the answer to a job has takes at most ANSWER_WORK times its bytes as JSON: a token and its probability, 8 bytes,
+// are a name, a number and a list of bytes there; a character may become 6.
+enum { WORK = 40, WORK_MORE = 1 << 16, ANSWER_WORK = 16, LARGE_WORK = 4 << 20, WORK_SECONDS = 30 };
+
+static void end_work(Exchange *x) {
+    if (x->work) budget_rest(&x->srv->budget, x->work, x->large);
+    x->work = 0;
+}
+
+// Waits until there is memory for n bytes of work, and a thread for it. False: there is none, and it is refused.
+static bool begin_work(Exchange *x, size_t n) {
+    end_work(x);
+    x->large = n > LARGE_WORK;
+    if (!budget_work(&x->srv->budget, n, x->large, WORK_SECONDS)) return refuse_starved(&x->fault);
+    x->work = n;
+    return true;
+}
+
+// Counts n more bytes of the work that has begun. False: there is no room, and it is refused.
+static bool more_work(Exchange *x, size_t n) {
+    return budget_set(&x->srv->budget, FOR_WORK, &x->work, x->work + n) || refuse_starved(&x->fault);
+}
+
+// Counts what an exchange holds: its texts, and `more` bytes. False: there is no room, and it is refused.
+static bool count_texts(Exchange *x, size_t more) {
+    const TokText *const texts[] = { &x->original, &x->body, &x->messages, &x->tools, &x->renamed, &x->kept, &x->out };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) more += texts[i]->cap;
+    return budget_set(&x->srv->budget, FOR_BODIES, &x->held, more) || refuse_starved(&x->fault);
+}
+
 static void exchange_free(Exchange *x) {               // all but the jobs
     TokText *const texts[] = { &x->original, &x->body, &x->messages, &x->tools, &x->renamed, &x->kept, &x->out };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) tok_text_free(texts[i]);
+    end_work(x);
+    budget_set(&x->srv->budget, FOR_BODIES, &x->held, 0);
     free(x->choices);
     free(x);
 }
@@ -124,28 +167,42 @@ static bool is_ollama(const Exchange *x) { return x->route && !strncmp(x->route-
 
 // Sends a response and frees it. A web page of x->origin may read all of its headers.
 static void send_response(Exchange *x, int status, struct MHD_Response *r) {
+    x->answered = true;
+    x->status = status;
+    x->lost = !r;
+    if (!r) return;
     MHD_add_response_header(r, "Vary", "Origin");
     MHD_add_response_header(r, "request-id", x->request_id);         // by the names of both APIs
     MHD_add_response_header(r, "x-request-id", x->request_id);
     if (x->origin) MHD_add_response_header(r, "Access-Control-Allow-Origin", x->origin);
     if (x->origin) MHD_add_response_header(r, "Access-Control-Expose-Headers", "*");
     if (*x->warnings) MHD_add_response_header(r, "x-gemma4-warning", x->warnings);
-    x->answered = true;
-    x->status = status;
     MHD_queue_response(x->connection, (unsigned)status, r);
     MHD_destroy_response(r);
 }
 
+static void respond_fault(Exchange *x);
+
 static void respond(Exchange *x, int status, const char *type, TokText *body) {
+    if (starved && !x->fault.status) {                 // the body lacks something
+        tok_text_free(body);
+        refuse_starved(&x->fault);
+        respond_fault(x);
+        return;
+    }
     struct MHD_Response *r = MHD_create_response_from_buffer(body->n, body->s, MHD_RESPMEM_MUST_FREE);
-    if (!r) die("out of memory for a response");
+    if (!r) {
+        tok_text_free(body);
+        send_response(x, 503, NULL);
+        return;
+    }
     MHD_add_response_header(r, "Content-Type", type);
     MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
     if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
     if (status == 429 || status == 503) MHD_add_response_header(r, "Retry-After", "1");
     if ((status == 405 || status == 204) && x->route)
         MHD_add_response_header(r, "Allow", strcmp(x->route->method, "GET") ? "POST, OPTIONS" : "GET, HEAD, OPTIONS");
-    if (status == 413) MHD_add_response_header(r, "Connection", "close");
+    if (status == 413 || x->malformed) MHD_add_response_header(r, "Connection", "close");
     send_response(x, status, r);
     *body = (TokText){ 0 };
 }
@@ -196,17 +253,19 @@ static void put_fault(TokText *out, const Exchange *x, const Fault *f) {
     put(out, "}}");
 }
 
-// Refuses a prompt of n tokens that the context has no room for, in the words by which clients know this error.
-static bool refuse_long(Exchange *x, size_t n) {
+// Refuses a prompt of n tokens, or at least n, that the context has no room for, in the words by which clients know
+// this error. Returns false.
+static bool refuse_long(Exchange *x, size_t n, bool at_least) {
     const bool plain = !x->api->convert && !strstr(x->route->path, "/chat/");
+    const char *least = at_least ? "at least " : "";
     const char *what = plain ? "prompt" : "messages", *param = x->api->convert ? "input" : what;
     const int n_ctx = context_size(x->srv);
     x->fault.code = "context_length_exceeded";
     x->fault.n_prompt = n;
     if (has_anthropic_errors(x))
-        return refuse(&x->fault, 400, "", "prompt is too long: %zu tokens > %d maximum", n, n_ctx);
+        return refuse(&x->fault, 400, "", "prompt is too long: %s%zu tokens > %d maximum", least, n, n_ctx);
     return refuse(&x->fault, 400, param, "This model's maximum context length is %d tokens. However, your %s resulted "
-                  "in %zu tokens. Please reduce the length of the %s.", n_ctx, what, n, what);
+                  "in %s%zu tokens. Please reduce the length of the %s.", n_ctx, what, least, n, what);
 }
 
 static void add_event_fault(Exchange *x) {
@@ -328,17 +387,23 @@ static void put_head(TokText *out, const Exchange *x, const char *object) {
 
 static bool read_stops(Exchange *x, const GgufJson *stop, TextList *list) {
     GgufJson rest = *stop, v = *stop;
-    list->text = alloc_or_die(MAX_STOPS, sizeof *list->text);
+    const bool is_list = stop->type == GGUF_J_ARRAY;
     if (!is_given(stop)) return true;
-    for (bool is_list = stop->type == GGUF_J_ARRAY; !is_list || gguf_json_next(&rest, NULL, &v); ) {
+    list->text = alloc_or_starve(MAX_STOPS, sizeof *list->text);
+    while (list->text && (!is_list || gguf_json_next(&rest, NULL, &v))) {
+        const int i = list->n;
         size_t n = 0;
-        char *text = v.type == GGUF_J_STRING ? copy_string(&v, &n) : NULL;
-        if (!n || strlen(text) != n || list->n == MAX_STOPS) {
-            free(text);
-            return refuse(&x->fault, 400, "stop", "stop: expected a string or at most %d strings, without NUL",
-                          MAX_STOPS);
-        }
-        list->text[list->n++] = text;
+        if (i == MAX_STOPS)
+            return refuse(&x->fault, 400, "stop", "stop: expected at most %d strings, got more", MAX_STOPS);
+        if (v.type != GGUF_J_STRING) return refuse(&x->fault, 400, "stop", "stop: expected a string or a list of them");
+        char *text = v.n <= 6 * STOP_BYTES + 2 ? copy_string(&v, &n) : NULL;     // 6: a byte may be written \u00XX
+        list->text[list->n] = text;
+        list->n += text != NULL;
+        if (!text || n > STOP_BYTES)
+            return refuse(&x->fault, 400, "stop", "stop[%d]: expected at most %d bytes, got %zu", i, STOP_BYTES,
+                          text ? n : v.n - 2);
+        if (!n) return refuse(&x->fault, 400, "stop", "stop[%d]: expected a text, got an empty string", i);
+        if (memchr(text, 0, n)) return refuse(&x->fault, 400, "stop", "stop[%d]: expected no NUL (\\u0000)", i);
         if (!is_list) break;
     }
     return true;
@@ -348,8 +413,8 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
     const int vocab = model_shape(x->srv->m).vocab;
     GgufJson rest = *object, key, v;
     if (!is_given(object)) return true;
-    job->bias = alloc_or_die((size_t)vocab, sizeof *job->bias);
-    while (gguf_json_next(&rest, &key, &v)) {
+    job->bias = alloc_or_starve((size_t)vocab, sizeof *job->bias);
+    while (job->bias && gguf_json_next(&rest, &key, &v)) {
         char name[16] = "", *end = name;
         double value = 0;
         if (key.n < sizeof name) gguf_json_string(&key, name);
@@ -361,6 +426,12 @@ static bool read_bias(Exchange *x, const GgufJson *object, Job *job) {
         job->bias[id] = value == -100 ? -INFINITY : (float)value;
     }
     return true;
+}
+
+// Refuses a request with the error of another part, after the place if that is given. Returns false.
+static bool refuse_text(Exchange *x, const char *param, const char *place, const char *err) {
+    if (strstr(err, "out of memory")) starved = true;
+    return refuse(&x->fault, 400, param, place ? "%s: %s" : "%s%s", place ? place : "", err);
 }
 
 // The schema of a response_format, in any of its forms: those of OpenAI's two APIs, Anthropic's and llama.cpp's; empty:
@@ -426,7 +497,8 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
     if (!by_grammar && !schema.n && !required && !one_call) return true;
     if (r->ignore_eos)
         return refuse(&x->fault, 400, "ignore_eos", "ignore_eos cannot be used with structured output");
-    Grammar *g = job->options.grammar = alloc_or_die(1, sizeof *g);
+    Grammar *g = job->options.grammar = alloc_or_starve(1, sizeof *g);
+    if (!g) return false;
     if (by_grammar) {
         size_t n;
         char *text = copy_string(&r->grammar, &n);
@@ -443,7 +515,11 @@ static bool read_form(Exchange *x, const Request *r, Job *job) {
     if (*g->warnings) warn(x, "%s", g->warnings);
     const char *at = by_grammar ? "grammar" : !strncmp(g->err, "tools[", 6) ? "tools" : required ? "tool_choice" :
                      is_given(&r->json_schema) ? "json_schema" : "response_format";
-    return ok || refuse(&x->fault, 400, at, "%s", g->err);
+    return ok || refuse_text(x, at, NULL, g->err);
+}
+
+static void push_ids(Tokenizer *t, TokIds *to, const int32_t *ids, size_t n) {
+    for (size_t i = 0; i < n && !starved; i++) if (tok_push_id(t, to, ids[i]) < 0) starved = true;
 }
 
 static double given_or(double given, double otherwise) { return isnan(given) ? otherwise : given; }
@@ -477,10 +553,16 @@ static uint64_t address_hash(struct MHD_Connection *connection) {
     return 0;
 }
 
-// Adds a choice with a new job, and makes it the one at hand.
+// Adds a choice with a new job, and makes it the one at hand. NULL: there is no memory.
 static Job *add_choice(Exchange *x) {
-    Job *job = alloc_or_die(1, sizeof *job), *lead = x->n_choices ? x->choices->job : NULL;
-    *job = (Job){ .lead = lead ? lead : job, .n_owners = 1, .n_top = -1, .fd = -1 };
+    Job *job = alloc_or_starve(1, sizeof *job), *lead = x->n_choices ? x->choices->job : NULL;
+    Choice *list = job ? resize_list(x->choices, x->n_choices + 1, sizeof *list) : NULL;
+    if (list) x->choices = list;
+    if (!list) {
+        free(job);
+        return NULL;
+    }
+    *job = (Job){ .lead = lead ? lead : job, .n_owners = 1, .n_top = -1, .fd = -1, .budget = &x->srv->budget };
     pthread_cond_init(&job->news, NULL);
     if (lead) {
         lead->n_owners++;
@@ -492,8 +574,6 @@ static Job *add_choice(Exchange *x) {
         job->fd = info ? info->connect_fd : -1;
         job->client = address_hash(x->connection);
     }
-    x->choices = realloc(x->choices, (size_t)(x->n_choices + 1) * sizeof *x->choices);
-    if (!x->choices) die("out of memory for %d answers", x->n_choices + 1);
     x->choice = &x->choices[x->n_choices++];
     *x->choice = (Choice){ .job = job };
     return x->job = job;
@@ -535,11 +615,14 @@ static bool add_answers(Exchange *x, const Request *r) {
     for (int i = 0; ok && i < n_prompts * n_each; i++) {
         const Job *prompt = x->choices[i % n_prompts].job;
         Job *job = i < n_prompts ? x->choices[i].job : add_choice(x);
+        if (!job) return false;
         x->choices[i].index = i % n_prompts * n_shown + i / n_prompts;
-        for (size_t k = 0; i >= n_prompts && k < prompt->ids.n; k++) push_id(&x->t, &job->ids, prompt->ids.ids[k]);
+        if (i >= n_prompts) push_ids(&x->t, &job->ids, prompt->ids.ids, prompt->ids.n);
         job->checkpoint_at = prompt->checkpoint_at;
         job->by_ids = prompt->by_ids;
         ok = job == lead || copy_options(x, r, job, i / n_prompts);
+        if (!job_count(job)) starved = true;
+        ok = ok && !starved;
     }
     x->n_prompts = n_prompts;
     x->n_shown = n_shown;
@@ -641,17 +724,20 @@ static void next_events(Exchange *x) {
     pthread_mutex_unlock(&x->srv->lock);
     put_ends(x);
     choose(x, 0);
+    if (!count_texts(x, 0)) starved = true;
 }
 
 // libmicrohttpd calls this for up to max bytes of a stream.
 static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max) {
     Exchange *x = cls;
     (void)pos;
+    starved = false;
     while (x->at == x->out.n) {
         x->at = x->out.n = 0;
         if (x->ended) return MHD_CONTENT_READER_END_OF_STREAM;
         MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
         next_events(x);
+        if (starved) return MHD_CONTENT_READER_END_WITH_ERROR;
         MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
     }
     const size_t n = x->out.n - x->at < max ? x->out.n - x->at : max;
@@ -662,7 +748,10 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max) {
 
 static void respond_stream(Exchange *x) {
     struct MHD_Response *r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 1 << 14, read_stream, x, NULL);
-    if (!r) die("out of memory for a stream");
+    if (!r) {
+        send_response(x, 503, NULL);
+        return;
+    }
     MHD_add_response_header(r, "Content-Type", is_ollama(x) ? "application/x-ndjson"
                                                             : "text/event-stream; charset=utf-8");
     MHD_add_response_header(r, "Cache-Control", "no-store");
@@ -707,41 +796,58 @@ static void rank_answers(Exchange *x) {
         }
 }
 
-// Queues the request for the engine, and waits for the end of its answers unless they are streamed.
-static void complete(Exchange *x, const Api *api) {
+// Makes the jobs of a request. False: it is refused.
+static bool make_jobs(Exchange *x, const Api *api, Request *r) {
     Server *srv = x->srv;
-    Request r;
-    add_choice(x);
+    if (!add_choice(x)) return false;
     new_id(srv, api->prefix, x->id);
-    if (!read_question(x, api, &r)) return;
+    if (!read_question(x, api, r) || starved) return false;
     for (int i = 0; i < x->n_choices; i++) {
         const size_t n = x->choices[i].job->ids.n;
-        if (n > (size_t)context_size(srv)) {
-            refuse_long(x, n);
-            return;
-        }
+        if (n > (size_t)context_size(srv)) return refuse_long(x, n, false);
     }
     Job *lead = x->choices->job;
-    lead->no_cache = r.no_cache;
-    if (is_given(&r.user)) lead->client = hash_bytes(r.user.s, r.user.n);
-    if (!add_answers(x, &r)) return;
-    x->include_usage = r.include_usage;
-    x->one_call = r.one_call;
-    x->progress = r.progress;
-    x->timed = r.timed;
+    lead->no_cache = r->no_cache;
+    if (is_given(&r->user)) lead->client = hash_bytes(r->user.s, r->user.n);
+    if (!add_answers(x, r) || starved) return false;
+    x->include_usage = r->include_usage;
+    x->one_call = r->one_call;
+    x->progress = r->progress;
+    x->timed = r->timed;
     for (int i = 1; i < x->n_choices; i++) x->choices[i - 1].job->next = x->choices[i].job;
-    if (!submit(srv, lead, &x->fault)) return;
+    if (!srv->o.log_text) tok_text_free(&x->body);     // only x->original is still read
+    tok_text_free(&x->messages);
+    tok_text_free(&x->tools);
+    return true;
+}
+
+// Queues the request for the engine, and waits for the end of its answers unless they are streamed.
+static void complete(Exchange *x, const Api *api) {
+    Request r;
+    TokText out = { 0 };
+    size_t n = WORK_MORE;
+    const bool ok = make_jobs(x, api, &r);
+    if (starved) refuse_starved(&x->fault);
+    end_work(x);
+    if (!ok || x->fault.status || !count_texts(x, 0) || !submit(x->srv, x->choices->job, &x->fault)) return;
     if (r.stream) {
         respond_stream(x);
         return;
     }
     wait_for_answers(x);
     if (x->fault.status) return;
-    if (lead->ranked) rank_answers(x);
+    if (x->choices->job->ranked) rank_answers(x);
     choose(x, 0);
-    TokText out = { 0 };
+    for (int i = 0; i < x->n_choices; i++) {
+        const Job *job = x->choices[i].job;
+        n += ANSWER_WORK * (job->content.n + job->thought.n + (job->ids.n + job->said.n) * sizeof(int32_t) +
+                            (size_t)job->n_likely * sizeof *job->likely);
+    }
+    if (!begin_work(x, n)) return;
     api->whole(x, &out);
-    respond(x, 200, "application/json", &out);
+    if (count_texts(x, out.cap)) respond(x, 200, "application/json", &out);
+    tok_text_free(&out);
+    end_work(x);
 }
 
 #endif

@@ -61,7 +61,7 @@ typedef struct {
     TextList pairs;
     const char *fill, *svg, *scorer, *card, *backend;
     const char *host, *api_key, *api_key_file, *alias, *session_dir, *public_url;      // serve
-    double port, parallel, chunk, queue, timeout, max_body, cache_ram, session_disk;
+    double port, parallel, chunk, queue, timeout, max_body, request_memory, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
@@ -330,6 +330,8 @@ static const Flag flags[] = {
       "maximum seconds per answer; default 3600" },
     { "--max-body", NULL, "M", FLAG_INT, SERVE, FIELD(max_body), 1, 1024,
       "maximum request size in MiB; default 16" },
+    { "--request-memory", NULL, "M", FLAG_INT, SERVE, FIELD(request_memory), 16, 1 << 24,
+      "MiB of host memory for all requests and answers; default: half of free memory" },
     { "--cache-ram", "-cram", "M", FLAG_INT, SERVE, FIELD(cache_ram), 0, 1 << 24,
       "MiB of host memory for prefix checkpoints and idle conversations; default: an eighth of free memory" },
     { "--session-dir", NULL, "DIR", FLAG_TEXT, SERVE, FIELD(session_dir), 0, 0,

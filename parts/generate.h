@@ -25,41 +25,69 @@
 
 // Text passes through byte by byte, so it makes no difference where tokens begin. Bytes that may be the beginning of a
 // stop string are held back. The stop string that is complete first ends the text before it; of several that end at the
-// same byte, the longest.
+// same byte, the longest. A byte costs a few steps for each stop string, however long they are (Knuth, Morris, Pratt).
 typedef struct {
     const TextList *strings;  // none is empty
+    size_t         *len;      // (n) their lengths
+    size_t         *same;     // (n) how many bytes at the end of the text are the beginning of each one
+    size_t         *shorter;  // of each string, for its first 1, 2, .. bytes: the longest shorter beginning of the
+                              // string with which these bytes end
     char           *held;     // (longest) the last bytes of the text, not passed on yet
     size_t          n_held, longest;
     const char     *hit;      // the stop string that was found; no more text passes
 } Stops;
 
-static Stops stops_new(const TextList *strings) {      // free(held) when done
-    size_t longest = 0;
-    for (int i = 0; i < strings->n; i++)
-        if (strlen(strings->text[i]) > longest) longest = strlen(strings->text[i]);
-    return (Stops){ .strings = strings, .held = alloc_or_die(longest + 1, 1), .longest = longest };
+static void stops_free(Stops *s) {
+    free(s->len);
+    free(s->held);
+    *s = (Stops){ 0 };
+}
+
+static Stops stops_new(const TextList *strings) {      // stops_free() when done
+    const size_t n = (size_t)strings->n;
+    size_t longest = 0, total = 0;
+    for (size_t k = 0; k < n; k++) {
+        const size_t len = strlen(strings->text[k]);
+        total += len;
+        if (len > longest) longest = len;
+    }
+    size_t *len = alloc_or_die(2 * n + total, sizeof *len), *at = len + 2 * n;
+    for (size_t k = 0; k < n; k++) {
+        const char *stop = strings->text[k];
+        len[k] = strlen(stop);
+        for (size_t i = 1, same = 0; i < len[k]; i++) {
+            while (same && stop[i] != stop[same]) same = at[same - 1];
+            at[i] = same += stop[i] == stop[same];
+        }
+        at += len[k];
+    }
+    return (Stops){ .strings = strings, .len = len, .same = len + n, .shorter = len + 2 * n,
+                    .held = alloc_or_die(longest + 1, 1), .longest = longest };
 }
 
 // Takes n bytes of text and returns how many are written to out, at most n + longest.
 static size_t stops_push(Stops *s, const char *text, size_t n, char *out) {
-    size_t n_out = 0;
-    for (size_t i = 0; i < n && !s->hit; i++) {
-        s->held[s->n_held++] = text[i];
-        size_t keep = 0, found = 0;                    // bytes at the end of held: the beginning of one, a whole one
-        for (int k = 0; k < s->strings->n; k++) {
+    size_t used = 0, keep = s->n_held, found = 0;      // bytes at the end: the beginning of one, a whole one
+    while (used < n && !s->hit) {
+        const size_t *at = s->shorter;
+        const char c = text[used++];
+        keep = 0;
+        for (int k = 0; k < s->strings->n; at += s->len[k++]) {
             const char *stop = s->strings->text[k];
-            const size_t len = strlen(stop);
-            size_t same = len < s->n_held ? len : s->n_held;
-            while (memcmp(s->held + s->n_held - same, stop, same)) same--;
-            if (same == len && len > found) found = len, s->hit = stop;
+            size_t same = s->same[k];
+            while (same && stop[same] != c) same = at[same - 1];
+            s->same[k] = same += stop[same] == c;
+            if (same == s->len[k] && same > found) found = same, s->hit = stop;
             if (same > keep) keep = same;
         }
-        const size_t pass = s->n_held - (found ? found : keep);
-        memcpy(out + n_out, s->held, pass);
-        n_out += pass;
-        memmove(s->held, s->held + pass, s->n_held -= pass);
     }
-    return n_out;
+    const size_t pass = s->n_held + used - (found ? found : keep), first = pass < s->n_held ? pass : s->n_held;
+    memcpy(out, s->held, first);
+    memcpy(out + first, text, pass - first);
+    memmove(s->held, s->held + first, s->n_held -= first);
+    memcpy(s->held + s->n_held, text + (pass - first), used - (pass - first));
+    s->n_held += used - (pass - first);
+    return pass;
 }
 
 static size_t stops_flush(Stops *s, char *out) {       // at the end: the bytes held back are no stop string
@@ -305,7 +333,7 @@ static void free_session(Session *s) {
     tok_ids_free(&s->thought_name);
     tok_reply_free(&s->reply);
     for (int i = 0; i < MAX_SNAPSHOTS; i++) free(s->snapshots[i].rings);
-    free(s->stops.held);
+    stops_free(&s->stops);
     free(s->text);
 }
 
@@ -436,7 +464,7 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->thought_name.n = 0;
     if (tok_encode(s->t, "thought\n", 8, TOK_PLAIN, &s->thought_name) < 0) die("%s", s->t->err);
     tok_reply_start(s->t, &s->reply, p->ids, (size_t)p->n);
-    free(s->stops.held);
+    stops_free(&s->stops);
     s->options = *o;
     s->stops = stops_new(&s->options.stops);
     s->turn = (Turn){ .n_prompt = p->n };

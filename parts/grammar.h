@@ -1504,6 +1504,16 @@ static bool grammar_mask(Grammar *g, GrammarState s, uint32_t *mask, int vocab) 
     return !g->failed;
 }
 
+static size_t grammar_memory(const Grammar *g) {       // bytes that it takes now
+    const size_t words = mask_words(g) * sizeof(uint32_t);
+    return sizeof *g + g->text.cap + (size_t)g->cap_exprs * sizeof *g->exprs + (size_t)g->cap_rules * sizeof *g->rules +
+           (size_t)g->cap_sets * sizeof *g->sets + (size_t)g->cap_edges * sizeof *g->edges +
+           (size_t)g->cap_code * sizeof *g->code + (size_t)g->cap_stacks * sizeof *g->stacks +
+           (size_t)g->cap_stack_sets * sizeof *g->stack_sets +
+           (size_t)(g->cap_ids + g->cap_rows + g->n_stack_slots + g->n_set_slots) * sizeof(int32_t) +
+           (size_t)(g->n_walks + 1) * words;
+}
+
 static void grammar_free(Grammar *g) {
     free_stacks(g);
     for (int i = 0; i < g->n_walks; i++) {

@@ -66,6 +66,7 @@ static bool append_file(TokText *out, const GgufJson *v) {
     if (v->type != GGUF_J_STRING) return false;
     size_t n;
     char *s = copy_string(v, &n);
+    if (!s) return false;
     const char *comma = n > 5 && !memcmp(s, "data:", 5) ? memchr(s, ',', n) : NULL;
     size_t i = comma ? (size_t)(comma - s) + 1 : 0;
     for (const char *at; i < n && s[i] && (at = strchr(digits, s[i])); i++) {
@@ -175,12 +176,13 @@ static size_t find_call(const PastCall *calls, size_t n, const Past *list, size_
     return previous != SIZE_MAX && list[previous].calls ? previous : SIZE_MAX;
 }
 
-// The calls of the messages, sorted by their ids; to be freed.
+// The calls of the messages, sorted by their ids; to be freed. NULL: there is no memory.
 static PastCall *list_calls(const Past *list, size_t n, size_t *n_calls) {
     PastCall *calls = NULL;
     GgufJson rest, call, id;
     for (int pass = 0; pass < 2; pass++) {             // counts them, then lists them
-        if (pass) calls = alloc_or_die(*n_calls + 1, sizeof *calls);
+        if (pass) calls = alloc_or_starve(*n_calls + 1, sizeof *calls);
+        if (pass && !calls) return NULL;
         *n_calls = 0;
         for (size_t i = 0; i < n; i++) {
             if (!member(&list[i].m, "tool_calls", &rest) || rest.type != GGUF_J_ARRAY) continue;
@@ -199,7 +201,7 @@ static PastCall *list_calls(const Past *list, size_t n, size_t *n_calls) {
 static void place_results(Past *list, size_t n) {
     size_t n_calls, previous = SIZE_MAX;
     PastCall *calls = list_calls(list, n, &n_calls);
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; calls && i < n; i++) {
         if (!gguf_json_is(&list[i].role, "tool")) {
             previous = i;
             continue;
@@ -222,9 +224,9 @@ static Past *list_messages(Exchange *x, const GgufJson *messages, size_t *n) {
     if (!is_given(messages)) return refuse(&x->fault, 400, "messages", "messages: expected a list, got none"), NULL;
     while (gguf_json_next(&rest, NULL, &m)) room++;
     if (!room) return refuse(&x->fault, 400, "messages", "messages: expected at least one message"), NULL;
-    Past *list = alloc_or_die(room, sizeof *list);
+    Past *list = alloc_or_starve(room, sizeof *list);
     rest = *messages;
-    for (*n = 0; gguf_json_next(&rest, NULL, &m); ++*n) {
+    for (*n = 0; list && gguf_json_next(&rest, NULL, &m); ++*n) {
         if (m.type != GGUF_J_OBJECT || !gguf_json_get(&m, "role", &role) || !is_role(&role)) {
             refuse(&x->fault, 400, "messages", m.type != GGUF_J_OBJECT ? "messages[%zu]: expected an object" :
                    "messages[%zu].role: expected system, developer, user, assistant or tool", *n);

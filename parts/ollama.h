@@ -221,11 +221,16 @@ static bool ollama_generate_convert(Exchange *x, TokText *out) {
 static bool ollama_raw_ask(Exchange *x, Request *r) {
     size_t n;
     char *text = copy_string(&r->prompt, &n);
-    const bool begins = !strncmp(text, "<bos>", 5) || x->t.bos < 0;
+    const size_t least = tok_least(&x->t, n);
+    if (least > (size_t)context_size(x->srv)) {
+        free(text);
+        return refuse_long(x, least, true);
+    }
+    const bool begins = (n >= 5 && !strncmp(text, "<bos>", 5)) || x->t.bos < 0;
     const bool ok = (begins || tok_push_id(&x->t, &x->job->ids, x->t.bos) == 0) &&
                     tok_encode(&x->t, text, n, TOK_SPECIAL, &x->job->ids) == 0;
     free(text);
-    return ok || refuse(&x->fault, 400, "prompt", "prompt: %s", x->t.err);
+    return ok || refuse_text(x, "prompt", "prompt", x->t.err);
 }
 
 // Makes the prompt of a message. `tokens` are those of the conversation so far, which come before it.
@@ -393,7 +398,7 @@ static void put_context(TokText *out, Exchange *x) {
     push_spoken(&x->t, &ids, &x->job->said);
     if (ids.n && tok_is_stop(&x->t, ids.ids[ids.n - 1])) ids.n--;
     if (x->t.turn_close >= 0) push_ids(&x->t, &ids, &x->t.turn_close, 1);
-    if (tok_encode(&x->t, line, 1, TOK_PLAIN, &ids) < 0) die("%s", x->t.err);
+    if (tok_encode(&x->t, line, 1, TOK_PLAIN, &ids) < 0) starved = true;
     put(out, ",'context':[");
     for (size_t i = 0; i < ids.n; i++) put(out, i ? ",%d" : "%d", (int)ids.ids[i]);
     put(out, "]");

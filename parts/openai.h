@@ -161,7 +161,7 @@ static bool same_value(const GgufJson *a, const GgufJson *b, int depth) {
     if (a->type == GGUF_J_NUMBER) return gguf_json_float(a, &m) && gguf_json_float(b, &n) && m == n;
     if (a->type == GGUF_J_STRING) {
         char *s = copy_string(a, &bytes[0]), *t = copy_string(b, &bytes[1]);
-        const bool same = bytes[0] == bytes[1] && !memcmp(s, t, bytes[0]);
+        const bool same = s && t && bytes[0] == bytes[1] && !memcmp(s, t, bytes[0]);
         free(s);
         free(t);
         return same;
@@ -177,7 +177,7 @@ static bool same_value(const GgufJson *a, const GgufJson *b, int depth) {
     for (; gguf_json_next(&rest, &key, &x); n_a++) {
         size_t n_key;
         char *name = copy_string(&key, &n_key);
-        const bool same = strlen(name) == n_key && gguf_json_get(b, name, &y) && same_value(&x, &y, depth - 1);
+        const bool same = name && strlen(name) == n_key && gguf_json_get(b, name, &y) && same_value(&x, &y, depth - 1);
         free(name);
         if (!same) return false;
     }
@@ -203,7 +203,7 @@ static bool same_call(Tokenizer *t, TokIds a, TokIds b) {
     for (int i = 0; i < 2; i++) {
         tok_reply_start(t, &reply[i], NULL, 0);
         for (size_t k = 0; k < ids[i].n; k++)
-            if (tok_reply_push(t, &reply[i], ids[i].ids[k]) < 0) die("%s", t->err);
+            if (tok_reply_push(t, &reply[i], ids[i].ids[k]) < 0) starved = true;
         ok = ok && reply[i].n_calls == 1 && !reply[i].content.n &&
              gguf_json_parse(reply[i].calls->arguments.s, reply[i].calls->arguments.n, &args[i], &byte, &why) == 0;
     }
@@ -222,14 +222,9 @@ static TokIds recall(Server *srv, const char *id) {
     for (int i = 0; i < REPLAYS && !ids.n; i++)
         if (srv->replays[i].ids.n && !strcmp(srv->replays[i].id, id))
             for (size_t k = 0; k < srv->replays[i].ids.n; k++)
-                if (tok_push_id(srv->t, &ids, srv->replays[i].ids.ids[k]) < 0) die("out of memory for a call");
+                if (tok_push_id(srv->t, &ids, srv->replays[i].ids.ids[k]) < 0) starved = true;
     pthread_mutex_unlock(&srv->lock);
     return ids;
-}
-
-static void push_ids(Tokenizer *t, TokIds *to, const int32_t *ids, size_t n) {
-    for (size_t i = 0; i < n; i++)
-        if (tok_push_id(t, to, ids[i]) < 0) die("%s", t->err);
 }
 
 // A prompt has the calls of its messages in the form of the template. The model may have written them in another form,
@@ -304,21 +299,18 @@ static bool chat_ask(Exchange *x, Request *r) {
     if (!x->api->convert) check_fields(x, &r->root, chat_fields, true);
     if (!convert_tools(x, r) || !read_messages(x, r)) return false;
     const bool tools = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none");
-    TokChat chat = { .messages = { r->messages.s, r->messages.n }, .think = r->think, .add_cue = true };
+    size_t least = 0, before_cue = 0;
+    TokChat chat = { .messages = { r->messages.s, r->messages.n }, .think = r->think, .add_cue = true,
+                     .most = x->counts ? 0 : (size_t)context_size(x->srv), .least = &least, .before_cue = &before_cue };
     if (tools) chat.tools = (TokStr){ r->tools.s, r->tools.n };
-    TokIds part = { 0 };
     Begun begun = { 0 };
     bool ok = !r->continues || take_begun(r, &x->fault, &begun, &chat);
     if (ok && tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
-        ok = refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
+        ok = least ? refuse_long(x, least, true) :
+             refuse_text(x, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", NULL, x->t.err);
+    const size_t cue = job->ids.n - before_cue;        // no calls are in it
     if (ok && !r->no_cache) replay_calls(x, &r->messages, &job->ids);
-    chat.add_cue = false;
-    chat.thought = chat.answer = (TokStr){ NULL, 0 };
-    if (ok && tok_chat(&x->t, &chat, &part, NULL) == 0) {
-        if (!r->no_cache) replay_calls(x, &r->messages, &part);
-        job->checkpoint_at = same_ids(&part, &job->ids);
-    }
-    tok_ids_free(&part);
+    if (ok) job->checkpoint_at = (int)(job->ids.n - cue);
     begun_free(&begun);
     if (!ok) return false;
     if (r->echo) return refuse(&x->fault, 400, "echo", "echo is a field of /v1/completions");
@@ -421,7 +413,8 @@ static void put_plain_likely(TokText *out, Exchange *x, size_t end) {
 // Appends the text of ids.
 static void append_ids(Exchange *x, TokText *text, const TokIds *ids, bool special) {
     TokStream stream = { 0 };
-    char *piece = alloc_or_die(x->t.stream_cap, 1);
+    char *piece = alloc_or_starve(x->t.stream_cap, 1);
+    if (!piece) return;
     for (size_t i = 0; i < ids->n; i++)
         append(text, piece, tok_stream_push(&x->t, &stream, ids->ids[i], special, piece, x->t.stream_cap));
     append(text, piece, tok_stream_flush(&stream, piece, x->t.stream_cap));
@@ -481,9 +474,9 @@ static bool read_ids(Exchange *x, const char *name, const GgufJson *list, TokIds
         if (v.type != GGUF_J_NUMBER || !gguf_json_int(&v, 0, x->t.n_tokens - 1, &id))
             return refuse(&x->fault, 400, name, "%s[%zu]: expected a token id from 0 to %d", name, i,
                           x->t.n_tokens - 1);
-        if (tok_push_id(&x->t, ids, (int32_t)id) < 0) die("%s", x->t.err);
+        if (tok_push_id(&x->t, ids, (int32_t)id) < 0) starved = true;
     }
-    return true;
+    return !starved;
 }
 
 // Makes the prompt of a text, <bos> and a string, or of ids. name: what errors call it.
@@ -497,10 +490,15 @@ static bool read_one_prompt(Exchange *x, const char *name, const GgufJson *v, Jo
         return refuse(&x->fault, 400, "prompt", "%s: expected a string, a list of token ids, or a list of these", name);
     size_t n;
     char *text = copy_string(v, &n);
+    const size_t least = tok_least(&x->t, n);
+    if (least > (size_t)context_size(x->srv)) {        // measured before it is encoded
+        free(text);
+        return refuse_long(x, least, true);
+    }
     const bool ok = (x->t.bos < 0 || tok_push_id(&x->t, &job->ids, x->t.bos) == 0) &&
                     tok_encode(&x->t, text, n, TOK_PLAIN, &job->ids) == 0;
     free(text);
-    return ok || refuse(&x->fault, 400, "prompt", "%s: %s", name, x->t.err);
+    return ok || refuse_text(x, "prompt", name, x->t.err);
 }
 
 // Makes one prompt, or one of each element of a list.
@@ -517,7 +515,8 @@ static bool plain_ask(Exchange *x, Request *r) {
         if (i == MAX_CHOICES)
             return refuse(&x->fault, 400, "prompt", "prompt: expected at most %d prompts", MAX_CHOICES);
         snprintf(name, sizeof name, "prompt[%d]", i);
-        ok = read_one_prompt(x, name, &v, i ? add_choice(x) : job);
+        Job *next = i ? add_choice(x) : job;
+        ok = next && read_one_prompt(x, name, &v, next);
     }
     choose(x, 0);
     if (!ok) return false;

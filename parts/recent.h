@@ -19,21 +19,23 @@ static inline void recent_drop(Recent *r) {                   // the oldest text
     tok_text_free(&k->text);
 }
 
-// Adds a copy of a text; the oldest ones give way. A text or an id that is too long is not kept. previous: an id that
-// belongs to the text, or "".
+// Adds a copy of a text; the oldest ones give way. A text or an id that is too long is not kept, nor a text for which
+// there is no memory. previous: an id that belongs to the text, or "".
 static inline void recent_add(Recent *r, const char *id, const char *previous, TokStr text) {
     if (text.n > RECENT_BYTES || strlen(id) >= sizeof r->ring->id || strlen(previous) >= sizeof r->ring->id) return;
-    if (!r->ring) {
-        r->ring = alloc_or_die(RECENT, sizeof *r->ring);
-        r->hashes = alloc_or_die(RECENT, sizeof *r->hashes);
-    }
+    if (!r->ring) r->ring = calloc(RECENT, sizeof *r->ring);
+    if (!r->hashes) r->hashes = calloc(RECENT, sizeof *r->hashes);
+    if (!r->ring || !r->hashes) return;
     while (r->end - r->first == RECENT || r->bytes + text.n > RECENT_BYTES) recent_drop(r);
     r->hashes[r->end % RECENT] = hash_bytes(id, strlen(id));
     Kept *k = &r->ring[r->end++ % RECENT];
     *k = (Kept){ 0 };
     snprintf(k->id, sizeof k->id, "%s", id);
     snprintf(k->previous, sizeof k->previous, "%s", previous);
-    if (!tok_text_append(&k->text, text.s, text.n)) die("out of memory for an item of %zu bytes", text.n);
+    if (!tok_text_append(&k->text, text.s, text.n)) {
+        r->end--;
+        return;
+    }
     r->bytes += text.n;
 }
 

@@ -14,6 +14,7 @@ typedef struct {
     const char *public_url;            // where a proxy offers the server, or NULL
     int         port, max_queue, timeout;          // 0: any free port; jobs that wait; seconds for one answer
     size_t      max_body;              // bytes of a request
+    size_t      memory;                // bytes of all requests and answers; 0: half of what is free
     int         n_predict, think_budget;           // if the request does not say
     int         chunk;                 // tokens of a prompt in one step; 0: as many as the model allows
     bool        think;
@@ -26,13 +27,31 @@ typedef struct {
 } ServeOptions;
 
 #ifdef USE_MICROHTTPD
-enum { MAX_STOPS = 16, MAX_TOP = 20 };
+enum { MAX_STOPS = 16, STOP_BYTES = 1024, MAX_TOP = 20 };
 
 // ==== [1] JSON written ===============================================================================================
 // put() appends numbers, strings and pieces of JSON to a text. Strings that may not be UTF-8 are repaired.
 
+// Memory is counted before it is used (budget.h). If it runs out all the same, what is written lacks something, and
+// `starved` is set: whoever sends an answer sends an error in its place.
+static _Thread_local bool starved;
+
 static void append(TokText *out, const char *s, size_t n) {
-    if (!tok_text_append(out, s, n)) die("out of memory for %zu bytes of an answer", n);
+    if (!tok_text_append(out, s, n)) starved = true;
+}
+
+// Zeroed memory; NULL: there is none, and the thread is `starved`.
+static void *alloc_or_starve(size_t n, size_t size) {
+    void *p = calloc(n ? n : 1, size);
+    if (!p) starved = true;
+    return p;
+}
+
+// Returns a list with room for n elements. NULL: the list stays as it is, and the thread is `starved`.
+static void *resize_list(void *list, int n, size_t size) {
+    void *p = realloc(list, (size_t)n * size);
+    if (!p) starved = true;
+    return p;
 }
 
 static TokStr str(const char *s) { return (TokStr){ s, strlen(s) }; }
@@ -51,7 +70,7 @@ static void put_string(TokText *out, TokStr s) {
         start = i;
     }
     if (start) append(&clean, s.s + start, s.n - start);
-    if (tok_add_json_string(out, start ? text_of(&clean) : s) < 0) die("out of memory for an answer");
+    if (tok_add_json_string(out, start ? text_of(&clean) : s) < 0) starved = true;
     tok_text_free(&clean);
 }
 
@@ -171,6 +190,13 @@ static bool refuse(Fault *f, int status, const char *param, const char *fmt, ...
     return false;
 }
 
+// Refuses a request for want of memory, whatever else it may be refused for: that may be a consequence. Returns false.
+static bool refuse_starved(Fault *f) {
+    f->status = 0;
+    starved = false;
+    return refuse(f, 503, "", "the server has no memory for this request now; try again later");
+}
+
 static bool is_given(const GgufJson *v) { return v->type != GGUF_J_NULL; }
 
 static bool read_field(Request *r, Fault *f, size_t i, const GgufJson *v) {
@@ -245,10 +271,10 @@ static bool read_request(Request *r, Fault *f, TokStr body, const ServeOptions *
     return refuse_absent(r, f);
 }
 
-// The bytes of a string, ended by a NUL; the caller frees them.
+// The bytes of a string, ended by a NUL; the caller frees them. NULL: no memory; *n is 0.
 static char *copy_string(const GgufJson *v, size_t *n) {
-    char *s = alloc_or_die(v->n + 1, 1);
-    *n = gguf_json_string(v, s);
+    char *s = alloc_or_starve(v->n + 1, 1);
+    *n = s ? gguf_json_string(v, s) : 0;
     return s;
 }
 

@@ -107,12 +107,14 @@ static bool put_item(Exchange *x, TokText *out, Said *said, const GgufJson *item
 }
 
 // Appends a copy of the item that this server sent with this id. False: it is not kept.
-static bool copy_item(Server *srv, const char *id, TokText *out) {
+static bool copy_item(Exchange *x, const char *id, TokText *out) {
+    Server *srv = x->srv;
     pthread_mutex_lock(&srv->lock);
     const Kept *k = recent_find(&srv->items, id);
-    if (k) append(out, k->text.s, k->text.n);
+    const bool found = k && more_work(x, WORK * k->text.n);
+    if (found) append(out, k->text.s, k->text.n);
     pthread_mutex_unlock(&srv->lock);
-    return k;
+    return found;
 }
 
 // Appends item i of the input, which may be a reference to one that this server sent, and keeps it.
@@ -126,7 +128,7 @@ static bool put_input_item(Exchange *x, TokText *out, Said *said, GgufJson item,
     bool ok = true;
     if (is_type(&item, "item_reference") || (!member(&item, "type", &v) && !member(&item, "role", &v))) {
         if (member(&item, "id", &v) && v.type == GGUF_J_STRING && v.n < sizeof id) id[gguf_json_string(&v, id)] = 0;
-        ok = copy_item(x->srv, id, &copy) && gguf_json_parse(copy.s, copy.n, &item, &at, &err) == 0;
+        ok = copy_item(x, id, &copy) && gguf_json_parse(copy.s, copy.n, &item, &at, &err) == 0;
         if (!ok)
             refuse(&x->fault, 400, "input", "input[%d]: item '%s' is not kept here (any more); send whole items, as "
                                             "clients do with store: false",
@@ -150,8 +152,14 @@ static bool put_previous(Exchange *x, TokText *out, Said *said) {
     const char *err;
     size_t at, n = 0;
     pthread_mutex_lock(&srv->lock);
-    const Kept *k = recent_find(&srv->responses, x->previous), **chain = alloc_or_die(RECENT, sizeof *chain);
-    for (; k && n < RECENT; k = *k->previous ? recent_find(&srv->responses, k->previous) : NULL) chain[n++] = k;
+    const Kept **chain = alloc_or_starve(RECENT, sizeof *chain);
+    const Kept *k = chain ? recent_find(&srv->responses, x->previous) : NULL;
+    size_t n_text = 0;
+    for (; k && n < RECENT; k = *k->previous ? recent_find(&srv->responses, k->previous) : NULL) {
+        chain[n++] = k;
+        n_text += k->text.n;
+    }
+    if (!more_work(x, WORK * n_text)) n = 0;
     const bool whole = n && !*chain[n - 1]->previous;
     put(&all, "[");
     for (size_t i = n; whole && i-- > 0; ) put(&all, i + 1 < n ? ",%r" : "%r", text_of(&chain[i]->text));

@@ -1,7 +1,7 @@
 /* schedule.h - the jobs of the server: a queue, and one engine thread that answers all of them together.
  *
- * Uses engine.h, grammar.h, request.h, recent.h; the callers store.h (idle conversations) and answer.h (hashes). Begin
- * with run_engine().
+ * Uses engine.h, grammar.h, request.h, recent.h, budget.h; the callers store.h (idle conversations) and answer.h
+ * (hashes). Begin with run_engine().
  *   [1] How much of a prompt a round runs    [2] Jobs    [3] Slots    [4] Rounds
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Another
@@ -89,6 +89,8 @@ typedef struct Job {
     bool          ranked;     // logprob_sum is needed
     bool          scores;     // the tokens of the prompt have probabilities too: the first entries of `likely`
     int           fd;         // of the client
+    Budget       *budget;     // that counts
+    size_t        held;       // these bytes of it: see job_bytes()
     uint64_t      client;     // equal for jobs of the same client
     double        queued, deadline;        // seconds()
     // the answer
@@ -143,9 +145,11 @@ typedef struct {
     ServeOptions    o;
     struct MHD_Daemon *daemon;
     char            address[128];      // http://HOST:PORT
+    atomic_size_t   max_body;          // bytes of a request's body at most
     atomic_bool     ready;             // the model is loaded; until then m, t and what follows from them are not set
     char            name[128];         // of the model
     int64_t         created;           // time() of the start
+    Budget          budget;
     uint64_t        salt;              // so that ids of this run differ from those of others
     atomic_ullong   n_ids;
     Slot           *slots;             // (n_seqs)
@@ -195,6 +199,16 @@ static void drop_grammar(Job *job) {
     job->options.grammar = NULL;
 }
 
+// The memory of a job: prompt, grammar, answer.
+static size_t job_bytes(const Job *job) {
+    return sizeof *job + (job->ids.cap + job->said.cap) * sizeof(int32_t) + job->content.cap + job->thought.cap +
+           (size_t)job->n_calls * sizeof *job->calls + (size_t)job->n_pieces * sizeof *job->pieces +
+           (size_t)job->room_likely * sizeof *job->likely +
+           (job->options.grammar ? grammar_memory(job->options.grammar) : 0);
+}
+
+static bool job_count(Job *job) { return budget_set(job->budget, FOR_ANSWERS, &job->held, job_bytes(job)); }
+
 static void job_free(Job *job) {
     for (int i = 0; i < job->n_calls; i++) {
         tok_text_free(&job->calls[i].name);
@@ -208,6 +222,7 @@ static void job_free(Job *job) {
     free(job->pieces);
     free(job->likely);
     drop_grammar(job);
+    budget_set(job->budget, FOR_ANSWERS, &job->held, 0);
     tok_ids_free(&job->ids);
     tok_ids_free(&job->said);
     tok_text_free(&job->content);
@@ -373,7 +388,7 @@ static void take_held(Server *srv, const Session *s, Job *job) {
 static void begin_answer(Server *srv, Slot *slot) {
     Job *job = slot->job;
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at };
-    const bool ok = session_start(slot->s, &p, &job->options);
+    const bool ok = !job->fault.status && session_start(slot->s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
     job->started = true;
     job->cached = ok && !job->scores ? job->total - session_state(slot->s).n_left : 0;
@@ -481,24 +496,28 @@ static void learn_share(Server *srv, Round round, double taken) {
     if (round == ROUND_SHARED && whole) share_learn(&srv->share, with, taken);
 }
 
-// The probability of token `id`, and the n most probable tokens. Overwrites the logits.
-static void weigh(float *logits, int vocab, int32_t id, int n, Likely *l) {
+// The probability of token `id`, and the n most probable tokens; of equal ones the first.
+static void weigh(const float *logits, int vocab, int32_t id, int n, Likely *l) {
     const double sum = logsumexp(logits, vocab);
     *l = (Likely){ .id = id, .n_top = min_int(n, vocab), .logprob = (float)(logits[id] - sum) };
-    for (int k = 0; k < l->n_top; k++) {
-        int best = 0;
-        for (int i = 1; i < vocab; i++) if (logits[i] > logits[best]) best = i;
-        l->top[k] = best;
-        l->top_logprob[k] = (float)(logits[best] - sum);
-        logits[best] = -INFINITY;
+    for (int i = 0, have = 0; i < vocab && l->n_top; i++) {            // one pass: other sessions wait
+        int k = have;
+        if (have == l->n_top && !(logits[i] > logits[l->top[k - 1]])) continue;
+        have += have < l->n_top;
+        if (k == l->n_top) k--;
+        for (; k > 0 && logits[i] > logits[l->top[k - 1]]; k--) l->top[k] = l->top[k - 1];
+        l->top[k] = i;
     }
+    for (int k = 0; k < l->n_top; k++) l->top_logprob[k] = (float)(logits[l->top[k]] - sum);
 }
 
 static void push_likely(Job *job, const Likely *l) {   // the caller holds the lock
     if (job->n_likely == job->room_likely) {
-        job->room_likely = 2 * job->room_likely + 64;
-        job->likely = realloc(job->likely, (size_t)job->room_likely * sizeof *job->likely);
-        if (!job->likely) die("out of memory for %d probabilities", job->room_likely);
+        const int room = 2 * job->room_likely + 64;
+        Likely *list = resize_list(job->likely, room, sizeof *list);
+        if (!list) return;
+        job->likely = list;
+        job->room_likely = room;
     }
     job->likely[job->n_likely++] = *l;
 }
@@ -520,6 +539,19 @@ static void add_likely(Server *srv, Slot *slot, const Event *e) {
     pthread_mutex_unlock(&srv->lock);
 }
 
+// Counts the memory of a job that has grown. If there is not so much, the answer that takes most of it ends with an
+// error. The caller holds the lock.
+static void keep_to_budget(Server *srv, Slot *slot) {
+    Slot *largest = slot;
+    if (!starved && job_count(slot->job)) return;
+    for (int i = 0; i < n_slots(srv); i++) {
+        Slot *other = &srv->slots[i];
+        if (other->job && !other->job->fault.status && other->job->held > largest->job->held) largest = other;
+    }
+    refuse_starved(&largest->job->fault);
+    session_cancel(largest->s);
+}
+
 // Runs the next tokens of a prompt that have to have probabilities: few, because other sessions wait. Then, with the
 // last token, or if it has to stop, the answer begins.
 static void run_scoring(Server *srv, Slot *slot, bool stop) {
@@ -528,7 +560,8 @@ static void run_scoring(Server *srv, Slot *slot, bool stop) {
     const int vocab = model_shape(srv->m).vocab, at = job->n_scored, left = job->total - 1 - at;
     const Likely first = { .id = job->ids.ids[0], .logprob = NAN };
     Likely likely[ROWS];
-    const bool ends = left <= 0 || stop || job->gone;
+    starved = false;
+    const bool ends = left <= 0 || stop || job->gone || job->fault.status;
     const int n = ends ? 0 : session_append_rows(slot->s, job->ids.ids + at, min_int(left, ROWS));
     for (int i = 0; i < n; i++) {
         session_row_logits(slot->s, i, srv->logits);
@@ -538,6 +571,7 @@ static void run_scoring(Server *srv, Slot *slot, bool stop) {
     if (!job->n_likely) push_likely(job, &first);
     for (int i = 0; i < n; i++) push_likely(job, &likely[i]);
     job->n_scored += n;
+    keep_to_budget(srv, slot);
     pthread_mutex_unlock(&srv->lock);
     if (ends || n == left) begin_answer(srv, slot);
 }
@@ -550,7 +584,8 @@ static void remember(Server *srv, const Job *job, const char *id) {
     replay->ids.n = 0;
     snprintf(replay->id, sizeof replay->id, "%s", id);
     for (size_t i = first ? first - 1 : 0; first && i < job->said.n; i++)
-        if (tok_push_id(srv->t, &replay->ids, job->said.ids[i]) < 0) die("out of memory for a call");
+        if (tok_push_id(srv->t, &replay->ids, job->said.ids[i]) < 0) starved = true;
+    if (starved) replay->ids.n = 0;
 }
 
 // Adds bytes from .. to - 1 of the thought or the content, or a call. Texts that follow each other are one piece.
@@ -561,15 +596,17 @@ static void add_piece(Job *job, PieceKind kind, size_t from, size_t to) {
         last->to = to;
         return;
     }
-    job->pieces = realloc(job->pieces, (size_t)(job->n_pieces + 1) * sizeof *job->pieces);
-    if (!job->pieces) die("out of memory for an answer");
+    AnswerPiece *list = resize_list(job->pieces, job->n_pieces + 1, sizeof *list);
+    if (!list) return;
+    job->pieces = list;
     job->pieces[job->n_pieces++] = (AnswerPiece){ kind, from, to };
 }
 
 static void add_calls(Server *srv, Job *job, const TokReply *r) {
     for (; job->n_calls < r->n_calls; job->n_calls++) {
-        job->calls = realloc(job->calls, (size_t)(job->n_calls + 1) * sizeof *job->calls);
-        if (!job->calls) die("out of memory for a tool call");
+        Call *list = resize_list(job->calls, job->n_calls + 1, sizeof *list);
+        if (!list) return;
+        job->calls = list;
         const TokCall *from = &r->calls[job->n_calls];
         Call *call = &job->calls[job->n_calls];
         *call = (Call){ 0 };
@@ -613,6 +650,7 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // the call
 
 static void tell(Server *srv, Slot *slot, const Event *e) {
     Job *job = slot->job;
+    starved = false;
     add_likely(srv, slot, e);
     pthread_mutex_lock(&srv->lock);
     const size_t content = job->content.n, thought = job->thought.n;
@@ -622,7 +660,7 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
     add_piece(job, PIECE_THOUGHT, thought, job->thought.n);
     add_piece(job, PIECE_TEXT, content, job->content.n);
     for (int i = 0; i < e->n_ids && srv->t->call_open >= 0; i++)
-        if (tok_push_id(srv->t, &job->said, e->ids[i]) < 0) die("out of memory for an answer");
+        if (tok_push_id(srv->t, &job->said, e->ids[i]) < 0) starved = true;
     add_calls(srv, job, session_reply(slot->s));
     if (e->kind == EVENT_PROMPT) job->run = job->total - (e->total - e->done);
     if (e->kind == EVENT_TOKEN) job->run = job->total;
@@ -632,6 +670,7 @@ static void tell(Server *srv, Slot *slot, const Event *e) {
         job->cut = is_cut_short(job, e->end, n_calls);
         end_job(srv, slot, e);
     } else {
+        keep_to_budget(srv, slot);
         pthread_cond_broadcast(&job->lead->news);
     }
     pthread_mutex_unlock(&srv->lock);

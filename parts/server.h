@@ -4,8 +4,8 @@
  * the answers go out as JSON or as a stream of events (exchange.h) in the form of the API that was called (openai.h,
  * anthropic.h, responses.h, ollama.h).
  *
- * Uses engine.h, grammar.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of messages)
- * and answer.h (hashes). Begin with serve().
+ * Uses engine.h, grammar.h, budget.h and all of these; the callers store.h (idle conversations), chat.h [1] (lists of
+ * messages) and answer.h (hashes). Begin with serve().
  *   [1] Other endpoints    [2] HTTP: checks, routes    [3] The verb
  *
  * TRUST    Every byte of a request is untrusted: it is checked before use, and an error in it is answered by a 4xx. */
@@ -24,10 +24,19 @@ static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) { 
 #else
 #include <arpa/inet.h>
 #include <ctype.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include <netdb.h>
 #include <netinet/tcp.h>
 
-enum { MAX_CONNECTIONS = 512, BODY_SECONDS = 120 };
+enum { MAX_CONNECTIONS = 512, BODY_SECONDS = 120, DRAINED_BYTES = 64 << 20 };
+
+#if MHD_VERSION >= 0x00097700                          // 1: as strict as RFC 9112
+#define STRICT MHD_OPTION_CLIENT_DISCIPLINE_LVL, 1
+#else                                                  // such an old version is not strict; check_head() is
+#define STRICT MHD_OPTION_STRICT_FOR_CLIENT, 0
+#endif
 
 static void need_http(void) {}
 
@@ -160,6 +169,8 @@ static void route_metrics(Exchange *x) {
     const int parked = srv->store.n, resumed = srv->store.n_resumed;
     const double memory = (double)srv->store.used, files = (double)srv->store.file_used;
     pthread_mutex_unlock(&srv->store.lock);
+    metric(&out, "request_memory_bytes", "gauge", "Host memory of requests and answers.",
+           (double)budget_used(&srv->budget));
     metric(&out, "sessions_parked", "gauge", "Idle conversations.", parked);
     metric(&out, "sessions_memory_bytes", "gauge", "Host memory used by idle conversations.", memory);
     metric(&out, "sessions_disk_bytes", "gauge", "Bytes in files of idle conversations.", files);
@@ -177,6 +188,8 @@ static void route_metrics(Exchange *x) {
     respond(x, 200, "text/plain; version=0.0.4", &out);
 }
 
+enum { TOKENIZE_BYTES = 4 << 20 };   // of a text that becomes tokens, or that tokens become
+
 static void route_tokenize(Exchange *x) {
     Request r;
     TokIds ids = { 0 };
@@ -185,6 +198,10 @@ static void route_tokenize(Exchange *x) {
     if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o)) return;
     if (!is_given(&r.content)) {
         refuse(&x->fault, 400, "content", "content: expected a string, got none");
+        return;
+    }
+    if (r.content.n > TOKENIZE_BYTES) {
+        refuse(&x->fault, 413, "content", "content: expected at most %d bytes, got %zu", TOKENIZE_BYTES, r.content.n);
         return;
     }
     char *text = copy_string(&r.content, &n);
@@ -204,7 +221,7 @@ static void route_tokenize(Exchange *x) {
         return;
     }
     tok_text_free(&out);
-    refuse(&x->fault, 400, "content", "content: %s", x->t.err);
+    refuse_text(x, "content", "content", x->t.err);
 }
 
 static void route_detokenize(Exchange *x) {
@@ -216,7 +233,13 @@ static void route_detokenize(Exchange *x) {
         refuse(&x->fault, 400, "tokens", "tokens: expected a list of token ids, got none");
         return;
     }
-    if (read_ids(x, "tokens", &r.tokens, &ids)) {
+    bool ok = read_ids(x, "tokens", &r.tokens, &ids);
+    size_t n = 0;
+    for (size_t i = 0; i < ids.n; i++) n += tok_piece(&x->t, ids.ids[i], true).n;
+    if (ok && n > TOKENIZE_BYTES)
+        ok = refuse(&x->fault, 413, "tokens", "tokens: expected a text of at most %d bytes, got %zu", TOKENIZE_BYTES,
+                    n);
+    if (ok) {
         append_ids(x, &text, &ids, true);
         put(&out, "{'content':%t}", text_of(&text));
         respond_json(x, &out);
@@ -240,7 +263,7 @@ static void route_template(Exchange *x) {
         put(&out, "{'prompt':%t,'n_tokens':%z}", text_of(&text), ids.n);
         respond_json(x, &out);
     } else if (ok) {
-        refuse(&x->fault, 400, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", "%s", x->t.err);
+        refuse_text(x, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", NULL, x->t.err);
     }
     begun_free(&begun);
     tok_text_free(&text);
@@ -282,7 +305,10 @@ static void route_page(Exchange *x) {
     const bool same = held && strstr(held, page.tag);
     struct MHD_Response *r =
         MHD_create_response_from_buffer(same ? 0 : page.text.n, page.text.s, MHD_RESPMEM_PERSISTENT);
-    if (!r) die("out of memory for a page");
+    if (!r) {
+        send_response(x, 503, NULL);
+        return;
+    }
     MHD_add_response_header(r, "Content-Type", "text/html; charset=utf-8");
     MHD_add_response_header(r, "Content-Security-Policy", policy);
     MHD_add_response_header(r, "X-Content-Type-Options", "nosniff");
@@ -315,6 +341,74 @@ static const Endpoint routes[] = {                     // the last one that matc
     { "POST", "/v1/messages", route_messages, false }, { "POST", "/v1/messages/count_tokens", route_count, false },
     { "POST", "/v1/responses", route_responses, false }, { "POST", "/v1/embeddings", route_embeddings, false },
 };
+
+// ---- the head of a request ----
+// A head that two programs may read differently is refused, since a proxy may be one of them: a request could hide
+// in the body of another (RFC 9112, 11.2). libmicrohttpd from 0.9.77 on refuses most of these at its strict level.
+// Older versions cut the head into texts where it stands in the buffer, so the pointers to these say how each line
+// ended.
+
+typedef struct {
+    int         hosts, origins, lengths, codings;      // how many of these headers there are
+    const char *end;          // of the line before
+    const char *fault;        // NULL: none
+} HeadLines;
+
+static bool is_word(const char *s) {                   // a token of RFC 9110: a method, the name of a header
+    static const char letters[] = "!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+    return *s && !s[strspn(s, letters)];
+}
+
+static bool cuts_lines(void) {                         // a version of libmicrohttpd that is as described above
+    int major, minor, patch;
+    return sscanf(MHD_get_version(), "%d.%d.%d", &major, &minor, &patch) == 3 && !major && minor == 9 && patch < 77;
+}
+
+static enum MHD_Result check_header(void *cls, enum MHD_ValueKind kind, const char *name, size_t n_name,
+                                    const char *value, size_t n) {
+    HeadLines *h = cls;
+    (void)kind;
+    h->hosts += !strcasecmp(name, "Host");
+    h->origins += !strcasecmp(name, "Origin");
+    h->lengths += !strcasecmp(name, "Content-Length");
+    h->codings += !strcasecmp(name, "Transfer-Encoding");
+    if (!value) value = "", n = 0;
+    if (!is_word(name) || strlen(name) != n_name) h->fault = "the name of a header: expected letters and digits";
+    for (size_t i = 0; i < n; i++)
+        if (((unsigned char)value[i] < ' ' && value[i] != '\t') || value[i] == 0x7f)
+            h->fault = "a header: expected no control characters";
+    if (!strcasecmp(name, "Transfer-Encoding") && strcasecmp(value, "chunked"))
+        h->fault = "Transfer-Encoding: expected chunked";
+    if (h->end && name != h->end + 2)
+        h->fault = "the head: expected lines that end in CR LF, none of them continued, and no NUL";
+    if (h->end) h->end = value + n;
+    return MHD_YES;
+}
+
+// False: the request has a head that must not be trusted, nor what follows it.
+static bool check_head(Exchange *x, const char *method, const char *version) {
+    const union MHD_ConnectionInfo *size =
+        MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_REQUEST_HEADER_SIZE);
+    HeadLines h = { .end = cuts_lines() ? version + strlen(version) : NULL };
+    MHD_get_connection_values_n(x->connection, MHD_HEADER_KIND, check_header, &h);
+    const char *fault = h.fault;
+    if (!is_word(method)) fault = "the method: expected a word";
+    if (h.end && size && h.end + 4 != method + size->header_size)
+        fault = "the head: expected lines that end in CR LF, none of them continued, and no NUL";
+    if (h.hosts > 1 || (!h.hosts && strcmp(version, "HTTP/1.0"))) fault = "Host: expected one";
+    if (h.origins > 1) fault = "Origin: expected one";
+    if (h.lengths + h.codings > 1) fault = "expected one Content-Length, or one Transfer-Encoding";
+    if (h.codings && !strcmp(version, "HTTP/1.0")) fault = "Transfer-Encoding: expected HTTP/1.1";
+    return !fault || refuse(&x->fault, 400, "", "%s", fault);
+}
+
+// libmicrohttpd calls this for the parts of a URL. A NUL, %00, would cut it.
+static size_t unescape(void *cls, struct MHD_Connection *connection, char *s) {
+    const size_t n = MHD_http_unescape(s);
+    (void)cls, (void)connection;
+    for (size_t i = 0; i < n; i++) if (!s[i]) s[i] = '?';
+    return n;
+}
 
 typedef struct { char scheme[32], host[256]; int port; } Origin;     // in lower case; port 0: the scheme's own
 
@@ -408,7 +502,10 @@ static bool is_preflight(const Exchange *x) {
 static void route_preflight(Exchange *x) {
     const char *headers = header(x, "Access-Control-Request-Headers");
     struct MHD_Response *r = MHD_create_response_from_buffer(0, (void *)"", MHD_RESPMEM_PERSISTENT);
-    if (!r) die("out of memory for a response");
+    if (!r) {
+        send_response(x, 503, NULL);
+        return;
+    }
     MHD_add_response_header(r, "Access-Control-Allow-Methods", "GET, HEAD, POST, DELETE");
     if (headers) MHD_add_response_header(r, "Access-Control-Allow-Headers", headers);
     if (header(x, "Access-Control-Request-Private-Network"))
@@ -424,10 +521,30 @@ static bool same_key(const char *a, const char *b) {   // its time does not depe
     return !differ;
 }
 
+// Says which host a request is for, or NULL: it does not say. A URL that is complete, http://HOST/PATH, says it instead
+// of the header Host, and *url becomes its path. False: that is no host.
+static bool read_host(Exchange *x, const char **url, const char **host) {
+    Origin o;
+    const char *path = read_origin(*url, &o), *given = header(x, "Host");
+    *host = given;
+    if (path && is_web(&o)) {
+        const char *name = strstr(*url, "://") + 3;
+        snprintf(x->host, sizeof x->host, "%.*s", (int)(path - name), name);
+        *url = *path ? path : "/";
+        *host = x->host;
+    } else if (given) {
+        char whole[400];
+        const int n = snprintf(whole, sizeof whole, "http://%s", given);
+        const char *rest = n < (int)sizeof whole ? read_origin(whole, &o) : NULL;
+        if (!rest || *rest) return refuse(&x->fault, 400, "", "Host: expected a name, perhaps with a port");
+    }
+    return true;
+}
+
 // Admits a request. On a loopback address the Host header has to name it, which keeps out web pages whose name points
 // to it (DNS rebinding); web pages have to be admitted; the key has to be right.
-static bool check_caller(Exchange *x) {
-    const char *host = header(x, "Host"), *key = x->srv->o.api_key;
+static bool check_caller(Exchange *x, const char *host) {
+    const char *key = x->srv->o.api_key;
     if (x->srv->loopback && !(host && is_own_name(host, &x->srv->o)))
         return refuse(&x->fault, 403, "", "Host: expected localhost, a loopback address or the host of --public-url");
     if (!check_origin(x, host)) return false;
@@ -480,12 +597,12 @@ static void on_connection(void *cls, struct MHD_Connection *connection, void **c
     Server *srv = cls;
     pthread_mutex_lock(&srv->lock);
     if (code == MHD_CONNECTION_NOTIFY_STARTED) {
-        Peer *p = alloc_or_die(1, sizeof *p);
+        Peer *p = calloc(1, sizeof *p);                // NULL: it has no memory for its request either
         const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-        *p = (Peer){ .next = srv->peers, .link = &srv->peers, .fd = info ? info->connect_fd : -1, .quiet = seconds() };
-        if (p->next) p->next->link = &p->next;
-        srv->peers = p;
-        srv->n_peers++;
+        if (p) *p = (Peer){ srv->peers, &srv->peers, info ? info->connect_fd : -1, seconds() };
+        if (p && p->next) p->next->link = &p->next;
+        if (p) srv->peers = p;
+        srv->n_peers += p != NULL;
         *context = p;
     } else if (*context) {
         Peer *p = *context;
@@ -506,26 +623,60 @@ static void set_quiet(struct MHD_Connection *connection, double since) {
 
 static const Endpoint preflight = { "OPTIONS", "preflight", route_preflight, true };     // it carries no key
 
-static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url) {
-    Exchange *x = alloc_or_die(1, sizeof *x);
+// Begins a request whose head has come. NULL: there is no memory.
+static Exchange *new_exchange(Server *srv, struct MHD_Connection *connection, const char *method, const char *url,
+                              const char *version) {
+    const char *host = NULL;
+    Exchange *x = calloc(1, sizeof *x);
+    if (!x) return NULL;
     *x = (Exchange){ .srv = srv, .connection = connection, .started = seconds(), .created = (size_t)time(NULL) };
     pthread_mutex_lock(&srv->lock);
     srv->n_open++;
     set_quiet(connection, INFINITY);
     pthread_mutex_unlock(&srv->lock);
     new_id(srv, "req_", x->request_id);
+    x->malformed = !check_head(x, method, version) || !read_host(x, &url, &host);
     find_route(x, method, url);
     if (is_preflight(x)) x->route = &preflight;
-    if (check_caller(x)) check_route(x, url);          // others do not learn which paths exist
     if (atomic_load(&srv->ready)) x->t = *srv->t;
-    const char *length = header(x, "Content-Length");
-    if (length && strtoull(length, NULL, 10) > srv->o.max_body) x->too_large = true;
+    if (!x->malformed && check_caller(x, host)) check_route(x, url);           // others do not learn which paths exist
+    const char *length = header(x, "Content-Length"), *expect = header(x, "Expect");
+    if (expect && strcasecmp(expect, "100-continue")) refuse(&x->fault, 417, "", "Expect: expected 100-continue");
+    const unsigned long long n = length ? strtoull(length, NULL, 10) : 0;
+    x->too_large = n > srv->max_body;
+    // Most clients read an answer only after they have sent the body.
+    x->early = x->malformed || (x->too_large && (expect || n > DRAINED_BYTES));
     return x;
 }
 
 static void refuse_large(Exchange *x) {
     x->fault.status = 0;
-    refuse(&x->fault, 413, "", "the request body: expected at most %zu bytes", x->srv->o.max_body);
+    refuse(&x->fault, 413, "", "the request body: expected at most %zu bytes", x->srv->max_body);
+    respond_fault(x);
+}
+
+// Adds a piece to the body, unless the request is refused already.
+static void add_to_body(Exchange *x, const char *data, size_t n) {
+    x->too_large |= x->body.n + n > x->srv->max_body;
+    if (x->too_large || x->fault.status) return;
+    if (!count_texts(x, x->body.n + 2 * n) || !tok_text_append(&x->body, data, n)) {
+        refuse_starved(&x->fault);
+        tok_text_free(&x->body);
+        count_texts(x, 0);
+    }
+}
+
+// Answers a request that has come as a whole.
+static void answer_request(Exchange *x) {
+    if (x->too_large) {
+        refuse_large(x);
+        return;
+    }
+    if (!x->fault.status && asks_for_methods(x)) route_options(x);
+    else if (!x->fault.status && (!x->body.n || begin_work(x, WORK * x->body.n + WORK_MORE))) x->route->answer(x);
+    end_work(x);
+    if (x->answered) return;
+    if (starved) refuse_starved(&x->fault);
     respond_fault(x);
 }
 
@@ -534,10 +685,12 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
                                   const char *version, const char *data, size_t *n, void **con_cls) {
     Server *srv = cls;
     Exchange *x = *con_cls;
-    (void)version;
+    starved = false;
     if (!x) {
-        *con_cls = x = new_exchange(srv, connection, method, url);
-        if (x->too_large) refuse_large(x);
+        *con_cls = x = new_exchange(srv, connection, method, url, version);
+        if (!x) return MHD_NO;
+        if (x->early && x->malformed) respond_fault(x);
+        else if (x->early) refuse_large(x);
         return MHD_YES;
     }
     if (x->answered) {
@@ -546,22 +699,16 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *connection, 
     }
     if (*n) {
         if (seconds() - x->started > BODY_SECONDS) return MHD_NO;
-        x->too_large |= x->body.n + *n > srv->o.max_body;
-        if (!x->too_large && !x->fault.status && !tok_text_append(&x->body, data, *n)) return MHD_NO;
+        add_to_body(x, data, *n);
         *n = 0;
         return MHD_YES;
     }
-    if (x->too_large) {
-        refuse_large(x);
-        return MHD_YES;
-    }
-    if (!x->fault.status) (asks_for_methods(x) ? route_options : x->route->answer)(x);
-    if (!x->answered) respond_fault(x);
-    return MHD_YES;
+    answer_request(x);
+    return x->lost ? MHD_NO : MHD_YES;
 }
 
-// Logs one line of JSON for each request; its text only if the options ask for it.
-static TokText log_line(const Exchange *x, int status) {
+// Logs one line of JSON for each request; its text only if the options ask for it. asked: that text, as JSON.
+static TokText log_line(const Exchange *x, int status, const TokText *asked) {
     TokText line = { 0 };
     const Job *job = x->job;
     put(&line, "{'time':%z,'method':%s,'path':%s,'status':%d,'ms':%f", (size_t)time(NULL), x->method,
@@ -572,7 +719,7 @@ static TokText log_line(const Exchange *x, int status) {
             u.prompt, u.cached, u.made, 1e3 * u.prompt_seconds, 1e3 * u.decode_seconds, end_text[job->end]);
     }
     if (*x->warnings) put(&line, ",'warnings':%s", x->warnings);
-    if (x->srv->o.log_text) put(&line, ",'request':%t", text_of(&x->body));
+    if (x->srv->o.log_text) put(&line, ",'request':%r", text_of(asked));
     if (x->srv->o.log_text && job)
         put(&line, ",'thought':%t,'answer':%t", text_of(&job->thought), text_of(&job->content));
     put(&line, "}\n");
@@ -585,9 +732,11 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     Exchange *x = *con_cls;
     if (!x) return;
     const int status = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ? x->status : CLIENT_LEFT;
+    TokText asked = { 0 };
+    if (srv->o.log_text) put(&asked, "%t", text_of(&x->body));       // it may be long: not under the lock
     pthread_mutex_lock(&srv->lock);
     srv->totals.http[status / 100]++;
-    TokText line = log_line(x, status);
+    TokText line = log_line(x, status, &asked);
     for (int i = 0; i < x->n_choices; i++) {
         x->choices[i].job->gone = true;
         job_drop(x->choices[i].job);
@@ -598,6 +747,7 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **co
     sem_post(&wake);
     fwrite(line.s, 1, line.n, stderr);                 // a slow log delays this connection alone
     tok_text_free(&line);
+    tok_text_free(&asked);
     exchange_free(x);
     *con_cls = NULL;
 }
@@ -670,24 +820,39 @@ static int listen_at(Server *srv) {
     return fd;
 }
 
+// Each connection has a thread with a stack. Of a limited address space (ulimit -v) the model may take half.
+static unsigned most_connections(void) {
+    enum { STACK = (1 << 20) + (1 << 16), LEAST = 16 };
+    const size_t left = address_space_left(), room = left / 16 / STACK;
+    return left == SIZE_MAX || room > MAX_CONNECTIONS ? MAX_CONNECTIONS : room > LEAST ? (unsigned)room : LEAST;
+}
+
 // Takes the address before the model is loaded, which may take minutes, so that an address in use is an error at once.
 // Until serve() the page is served, /health answers "loading", and all else is refused by a 503. The caller passes the
 // server to serve(), once. Dies if there is no such address.
 static Server *server_open(const ServeOptions *o) {
+    enum { WHILE_LOADING = 16 << 20 };
     Server *srv = alloc_or_die(1, sizeof *srv);
-    *srv = (Server){ .o = *o, .created = time(NULL) };
+    *srv = (Server){ .o = *o, .created = time(NULL), .max_body = o->max_body };
     pthread_mutex_init(&srv->lock, NULL);
     srv->last = &srv->first;
     if (getrandom(&srv->salt, sizeof srv->salt, 0) != sizeof srv->salt) srv->salt = (uint64_t)time(NULL);
+#ifdef M_ARENA_MAX
+    if (address_space_left() < SIZE_MAX) mallopt(M_ARENA_MAX, 1);
+#endif
+#ifdef M_MMAP_THRESHOLD
+    mallopt(M_MMAP_THRESHOLD, 1 << 20);                // what is large goes back to the system when it is freed
+#endif
+    budget_open(&srv->budget, WHILE_LOADING);
     make_page();
     sem_init(&wake, 0, 0);
     signal(SIGPIPE, SIG_IGN);
     srv->daemon = MHD_start_daemon(
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, NULL, NULL,
-        on_request, srv, MHD_OPTION_LISTEN_SOCKET, listen_at(srv), MHD_OPTION_CONNECTION_LIMIT,
-        (unsigned)MAX_CONNECTIONS, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE,
-        (size_t)1 << 20, MHD_OPTION_NOTIFY_COMPLETED, on_completed, srv, MHD_OPTION_NOTIFY_CONNECTION, on_connection,
-        srv, MHD_OPTION_END);
+        on_request, srv, MHD_OPTION_LISTEN_SOCKET, listen_at(srv), MHD_OPTION_CONNECTION_LIMIT, most_connections(),
+        MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20, STRICT,
+        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_NOTIFY_COMPLETED, on_completed, srv,
+        MHD_OPTION_NOTIFY_CONNECTION, on_connection, srv, MHD_OPTION_END);
     if (!srv->daemon) die("--port: libmicrohttpd could not start a server");
     return srv;
 }
@@ -713,6 +878,23 @@ static void open_store(Server *srv) {
     fprintf(stderr, "# host memory: up to %.1f MiB for %d checkpoints per session, %.1f MiB for idle conversations\n",
             (double)snapshots / (1 << 20), one ? max_int(most, 1) : 0, (double)room / (1 << 20));
     store_open(&srv->store, srv->slots[0].s, o->session_dir, room, o->session_disk);
+}
+
+// Divides the memory that the model leaves among requests and idle conversations. If the address space has a limit
+// (ulimit -v), all threads allocate in one place: else each would reserve some.
+static void open_budget(Server *srv) {
+    ServeOptions *o = &srv->o;
+    const size_t left = address_space_left(), room = available_memory();
+    size_t memory = room > o->cache_ram ? (room - o->cache_ram) / 2 : 0;
+    if (left < SIZE_MAX) {
+        o->cache_ram = o->cache_ram < left / 8 ? o->cache_ram : left / 8;
+        memory = memory < left / 2 ? memory : left / 2;
+    }
+    budget_limit(&srv->budget, o->memory ? o->memory : memory);
+    const size_t body = srv->budget.limit[FOR_WORK] / WORK;
+    if (body < o->max_body) srv->max_body = body;
+    fprintf(stderr, "# host memory: up to %.1f MiB for requests and answers, requests of up to %.1f MiB\n",
+            (double)(o->memory ? o->memory : memory) / (1 << 20), (double)srv->max_body / (1 << 20));
 }
 
 // Waits for the end of answers that are being sent, and closes all connections.
@@ -742,6 +924,7 @@ static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) {
     srv->chunk = o->chunk ? o->chunk : model_options(m)->n_batch;
     srv->by_rows = chunk_is_free(m, srv->chunk);
     srv->share = srv->by_rows ? share_of(min_int(SHARE_LEAST, srv->chunk), srv->chunk) : share_of(1, INFINITY);
+    open_budget(srv);
     open_store(srv);
     name_model(srv);
     const struct sigaction act = { .sa_handler = on_stop, .sa_flags = (int)SA_RESTART };

@@ -20,6 +20,7 @@ static void set_up(void) {
     srv = (Server){ .m = &m, .t = &t, .o = { .max_queue = 1, .timeout = 1, .n_predict = -1, .think_budget = -1 },
                     .ready = true, .lock = PTHREAD_MUTEX_INITIALIZER, .replays = alloc_or_die(REPLAYS, sizeof(Replay)) };
     NEED(grammar_vocab_init(&srv.vocab, &t));
+    budget_open(&srv.budget, (size_t)4 << 30);
     recent_add(&srv.items, "r", "", str("{\"type\":\"message\",\"role\":\"assistant\",\"content\":\"a\"}"));
     recent_add(&srv.responses, "resp_w", "", str("{\"role\":\"user\",\"content\":\"a\"}"));
     recent_add(&srv.responses, "resp_x", "resp_w", str("{\"type\":\"item_reference\",\"id\":\"r\"},{\"role\":\"user\"}"));
@@ -46,7 +47,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     Exchange *x = alloc_or_die(1, sizeof *x);
     *x = (Exchange){ .srv = &srv, .t = t };
     append(&x->body, (const char *)bytes + 1, size - 1);
-    add_choice(x);
+    NEED(add_choice(x));
     if (read_question(x, api, &r) && add_answers(x, &r)) {
         NEED(!x->fault.status && x->n_choices >= 1 && x->n_choices <= MAX_CHOICES);
         for (int k = 0; k < x->n_choices; k++) {

@@ -262,6 +262,21 @@ static TokStr json(const char *s) {
     return (TokStr){ pool + at, n };
 }
 
+// What comes before the cue must be the prompt without a cue.
+static void check_cue(Tokenizer *t, const TokChat *c) {
+    size_t before = SIZE_MAX, same = 0;
+    TokChat cued = *c, plain = *c;
+    TokIds ids[2] = { { 0 } };
+    cued.add_cue = true;
+    cued.before_cue = &before;
+    plain.add_cue = false;
+    const bool ok = tok_chat(t, &cued, &ids[0], NULL) == 0 && tok_chat(t, &plain, &ids[1], NULL) == 0;
+    while (same < ids[0].n && same < ids[1].n && ids[0].ids[same] == ids[1].ids[same]) same++;
+    CHECK(ok && before == same && before == ids[1].n, "%.*s: the cue begins at %zu, want %zu", (int)c->messages.n,
+          c->messages.s, before, same);
+    for (int i = 0; i < 2; i++) tok_ids_free(&ids[i]);
+}
+
 // The text of a prompt must be `want`; NULL: it must fail, with `error` in the message, and append nothing.
 static void check_render(Tokenizer *t, const TokChat *c, const char *want, const char *error) {
     TokIds ids = { 0 };
@@ -273,6 +288,7 @@ static void check_render(Tokenizer *t, const TokChat *c, const char *want, const
         CHECK(same_text(text_of(&text), str(want)), "%.*s: want\n%s\ngot\n%.*s", (int)c->messages.n, c->messages.s,
               want, (int)text.n, text.s);
         CHECK(ids.n > 1 && ids.ids[0] == 7, "ids are appended");
+        if (!c->answer.s && !c->thought.s) check_cue(t, c);
     } else {
         CHECK(rc < 0 && strstr(t->err, error) && !strchr(t->err, '\n'),
               "%.*s %.*s: want an error with \"%s\", got %d \"%s\"",
@@ -1153,6 +1169,30 @@ static void test_deep(Tokenizer *t) {
     tok_ids_free(&ids);
 }
 
+// A prompt that is too long for sure is not encoded: by its length alone, or at twice as many ids.
+static void test_most(Tokenizer *t) {
+    static const struct { const char *repeat; int n; size_t most; bool fits; size_t least; } cases[] = {
+        { "word ", 100, 0, true, 0 }, { "word ", 100, 1000, true, 0 }, { "word ", 100, 60, true, 0 },
+        { "word ", 100000, 1000, false, 1001 }, { "a", 400000, 5000, false, 5001 },
+        { "'},{'role':'user','content':'a", 600, 3000, true, 0 }, { "'},{'role':'user','content':'a", 4000, 3000, false, 6001 },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        size_t least = 7;
+        char *text = nested(cases[i].repeat, cases[i].n, "", "[{'role':'user','content':'", "'}]");
+        const TokChat c = { .messages = str(text), .most = cases[i].most, .least = &least };
+        TokIds ids = { 0 };
+        const int rc = tok_chat(t, &c, &ids, NULL);
+        CHECK((rc == 0) == cases[i].fits && (rc == 0 ? ids.n > 0 && least == 0 : ids.n == 0 && least >= cases[i].least),
+              "most %zu of %d '%s': %d, %zu ids, at least %zu", cases[i].most, cases[i].n, cases[i].repeat, rc, ids.n, least);
+        if (rc < 0) {                                  // what it says is true
+            const TokChat all = { .messages = c.messages };
+            CHECK(tok_chat(t, &all, &ids, NULL) == 0 && ids.n >= least, "at least %zu ids, got %zu", least, ids.n);
+        }
+        tok_ids_free(&ids);
+        free(text);
+    }
+}
+
 int main(void) {
     File f;
     Tokenizer t;
@@ -1173,6 +1213,7 @@ int main(void) {
             test_add(&t);
             test_memory(&t);
             test_deep(&t);
+            test_most(&t);
             tok_free(&t);
         }
         test_templates(&f.v);

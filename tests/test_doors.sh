@@ -41,7 +41,7 @@ ok "view.h sees engine.h alone" [ "$status" -eq 0 ]
 caller chat.h parts/answer.h parts/lines.h parts/compress.h
 ok "chat.h sees engine.h and three callers" [ "$status" -eq 0 ]
 caller server.h parts/answer.h parts/lines.h parts/compress.h parts/chat.h parts/store.h \
-    parts/request.h parts/recent.h parts/schedule.h parts/exchange.h parts/dialects.h parts/history.h parts/openai.h \
+    parts/request.h parts/recent.h parts/budget.h parts/schedule.h parts/exchange.h parts/dialects.h parts/history.h parts/openai.h \
     parts/anthropic.h parts/responses.h parts/ollama.h
 ok "server.h sees engine.h and callers" [ "$status" -eq 0 ]
 [ "$http" ] || skip "store.h, server.h and the parts between: no libmicrohttpd, so most of them is not compiled"

@@ -694,7 +694,7 @@ static void check_stops(const TextList *stops, const char *text, int most) {
           all, want, text, early ? "; part of a stop string was passed on" : late
               ? "; too many or too few bytes were held back" : "");
     free(out);
-    free(s.held);
+    stops_free(&s);
 }
 
 static void test_stops(void) {
@@ -729,6 +729,30 @@ static void test_stops(void) {
         check_stops(&(TextList){ stops, (int)rnd(5) }, text, run % 4);
     }
 
+    // Long strings, nearly all of whose beginnings the text ends with at each byte. The time would be hours if a byte
+    // cost as much as a string is long.
+    enum { N_LONG = 16, LONG_STOP = 200000, LONG_TEXT = 1000000 };
+    char *many = alloc_or_die(N_LONG, LONG_STOP + 1), *text_of_a = alloc_or_die(LONG_TEXT + 2 * LONG_STOP, 1);
+    const char *long_stops[N_LONG];
+    for (int k = 0; k < N_LONG; k++) {
+        char *stop = many + k * (LONG_STOP + 1);
+        memset(stop, 'a', LONG_STOP);
+        stop[LONG_STOP - 1] = (char)('b' + k);
+        long_stops[k] = stop;
+    }
+    const TextList long_list = { long_stops, N_LONG };
+    Stops long_one = stops_new(&long_list);
+    memset(text_of_a, 'a', LONG_TEXT);
+    size_t n_out = 0;
+    for (size_t at = 0; at < LONG_TEXT; at += 1000) n_out += stops_push(&long_one, text_of_a + at, 1000, text_of_a + n_out);
+    CHECK(n_out == LONG_TEXT - (LONG_STOP - 1) && !long_one.hit, "stop strings: of %d bytes a, %zu were passed on, want %d",
+          LONG_TEXT, n_out, LONG_TEXT - (LONG_STOP - 1));
+    n_out = stops_push(&long_one, "q", 1, text_of_a);
+    CHECK(n_out == 0 && long_one.hit == long_stops[15], "stop strings: the last of %d long ones was not found", N_LONG);
+    stops_free(&long_one);
+    free(many);
+    free(text_of_a);
+
     // With tokens: characters that are split, and a stop string that ends inside a token.
     static const char *const path = "models/gemma4-mini-q8_0.gguf";
     static const char text[] = "Caf\xC3\xA9 \xE2\x82\xAC 5 \xF0\x9F\xA6\x8A and then \xE4\xB8\xAD\xE6\x96\x87 stops.";
@@ -762,7 +786,7 @@ static void test_stops(void) {
               "stop string '%s' through tokens: got '%s'", stops[k], all);
         free(piece);
         free(out);
-        free(s.held);
+        stops_free(&s);
     }
     tok_ids_free(&ids);
     tok_free(&t);
