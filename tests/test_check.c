@@ -120,6 +120,13 @@ static void passes(const char *path, const Ops *other, KvType type, int kind) {
     free(text);
 }
 
+// KL((1/4, 3/4) || (1/2, 1/2)) = ln(3) * 3/4 - ln(2), and a row that is equal: the mean of both.
+static void test_divergence(void) {
+    const float p[] = { 1, 1 + logf(3), 5, 7 }, q[] = { 2, 2, 5, 7 };
+    const double got = mean_divergence(p, q, 2, 2), want = (log(3) * 0.75 - log(2)) / 2;
+    CHECK(fabs(got - want) < 1e-6, "divergence of known distributions: %g, expected %g", got, want);
+}
+
 int main(void) {
     static const char moe[] = "models/gemma4-mini-q8_0.gguf", dense[] = "models/gemma4-mini-e-q8_0.gguf";
     static const KvType types[] = { KV_F32, KV_F16, KV_Q8_0, KV_TQ3 };
@@ -137,5 +144,6 @@ int main(void) {
     passes(moe, cpu_ops(), KV_F32, TIE_FAULT);
     passes(moe, cpu_ops(), KV_F32, KEY_JUMP);
     passes(dense, cpu_ops(), KV_F32, KEY_JUMP);
+    test_divergence();
     return test_done("check");
 }
