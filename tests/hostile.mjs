@@ -114,7 +114,7 @@ async function bodies() {
     ["a raw prompt that cannot fit", 400, JSON.stringify({ prompt: text(1000000), raw: true }), "resulted in at least", "/api/generate"],
     ["10,000 messages", 400, ask({ messages: Array(10000).fill({ role: "user", content: "a" }) }), "resulted in at least"],
     ["5,000 tools", 400, ask({ tools: [...Array(5000).keys()].map((i) => ({ type: "function", function: { name: `f${i}`, parameters: { type: "object" } } })) }), "resulted in at least"],
-    ["1,024 messages that fit", 200, ask({ messages: Array(1024).fill({ role: "user", content: "a" }) })],
+    ["128 messages, which fit", 200, ask({ messages: Array(128).fill({ role: "user", content: "a" }) })],
     ["/tokenize: 5 MB", 413, JSON.stringify({ content: text(5 << 20), with_pieces: true }), "at most 4194304 bytes", "/tokenize"],
     ["/detokenize: 9 MB of text", 413, `{"tokens":[${"9,".repeat(1 << 20)}9]}`, "at most 4194304 bytes", "/detokenize"],
     ["/detokenize: an id out of range", 400, '{"tokens":[4096]}', "tokens[0]", "/detokenize"], ["/detokenize: an id of 1e99", 400, '{"tokens":[1e99]}', "tokens[0]", "/detokenize"],

@@ -413,6 +413,7 @@ while read -r names; do
         "--host "* | "--port "* | "-np "* | "--chunk "* | "--api-key "* | "--api-key-file "* | "--alias "* | "--queue "* | \
         "--timeout "* | "--max-body "* | "--cache-ram "* | "--session-dir "* | "--session-disk "* | "--log-text "*) continue ;;                  # test_server.sh tests them
         "--allow-origin "* | "--public-url "*) continue ;;                                                # test_origins.sh
+        "--request-memory "*) continue ;;                                                                 # test_hostile.sh
         *) bad="no case for $flag in test_cli.sh" plain=--missing ;;
         esac
         [ "${names%% *}" != -m ] || file=

@@ -56,7 +56,8 @@ stop "a small budget"
 run serve "$model" --request-memory 1
 ok "--request-memory 1: named as too small" grep -q -e '--request-memory' "$tmp/err"
 
-if (ulimit -v 300000) 2>/dev/null; then           # shellcheck disable=SC3045
+# shellcheck disable=SC3045
+if (ulimit -v 300000) 2>/dev/null; then
     serve 300000
     ok "ulimit -v: the budget is less than half of it" [ "$(sed -n 's/^# host memory: up to \([0-9]*\).* for requests and.*/\1/p' "$tmp/log")" -lt 146 ]
     attack memory "$(most)"
