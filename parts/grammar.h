@@ -1504,7 +1504,7 @@ static bool grammar_mask(Grammar *g, GrammarState s, uint32_t *mask, int vocab) 
     return !g->failed;
 }
 
-static size_t grammar_memory(const Grammar *g) {       // bytes that it takes now
+__attribute__((unused)) static size_t grammar_memory(const Grammar *g) {       // bytes that it takes now
     const size_t words = mask_words(g) * sizeof(uint32_t);
     return sizeof *g + g->text.cap + (size_t)g->cap_exprs * sizeof *g->exprs + (size_t)g->cap_rules * sizeof *g->rules +
            (size_t)g->cap_sets * sizeof *g->sets + (size_t)g->cap_edges * sizeof *g->edges +
