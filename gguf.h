@@ -2565,7 +2565,6 @@ enum { GGUF__DOT_OF_UNSIGNED = 1 };
 enum { GGUF__DOT_OF_UNSIGNED = 0 };
 #endif
 
-GGUF__INLINE bool gguf__by_half(int type) { return gguf__n_scales(type) == 2 || type == GGUF_NVFP4; }
 GGUF__INLINE bool gguf__is_signed(int type) { return !gguf__has_min(type) && !gguf__offset_bits(type); }
 
 size_t gguf_packed_size(size_t n) { return (n + 255) / 256 * sizeof(Gguf__Acts); }
@@ -2867,6 +2866,9 @@ GGUF__INLINE void gguf__unpack_panel(int type, const uint8_t *b, size_t row_size
         }
     }
 }
+
+// Do the halves of a group have different factors?
+GGUF__INLINE bool gguf__by_half(int type) { return gguf__n_scales(type) == 2 || type == GGUF_NVFP4; }
 
 // What the codes have in excess: vpdpbusd multiplies unsigned by signed bytes, so codes that are still signed get 128
 // added. The excess times the sum of the activations is subtracted from the sum of products.
