@@ -14,7 +14,8 @@
  *             most 1e-3
  *   memory    the memory that loading a model takes on the device: as planned, within 1 % and the driver's granularity
  *
- * Arguments: -few for short texts and no step of more than 64 rows; then the models to test, as a preset or a preset
+ * Arguments: -few for short texts and no step of more than 64 rows; -host: all weights of layers are in host memory;
+ * then the models to test, as a preset or a preset
  * and a type (`build/test_cuda micro-e tiny-moe-q4_0`), `choices`, `memory`; none: all. Skipped, and counted, when
  * built without CUDA or where there is no GPU. */
 #define TESTING
@@ -52,9 +53,11 @@ static void close_for(Model *m) {
     free(m);
 }
 
+static const char *place;               // where weights lie: ModelOptions.place
+
 static ModelOptions plan(KvType type) {
     return (ModelOptions){ .n_ctx = 1024, .n_seqs = 2, .n_batch = 512, .n_logits = 512, .k_type = type,
-                           .v_type = type };
+                           .v_type = type, .place = place };
 }
 
 static void random_text(int32_t *ids, int n, int vocab) {
@@ -311,6 +314,7 @@ int main(int argc, char **argv) {
     if (!mkdtemp(dir)) die("%s: %s", dir, strerror(errno));
     few = argc > 1 && strcmp(argv[1], "-few") == 0;
     char **only = argv + (few ? 2 : 1);
+    if (*only && !strcmp(*only, "-host")) place = ".=CPU", only++;
     static const struct { const char *preset, *quant, *more; KvType type; } models[] = {
         { "micro-dense", "f32", "", KV_F32 }, { "micro-dense", "f16", "", KV_F16 }, { "micro-moe", "f32", "", KV_F32 },
         { "micro-moe", "q8_0", "--split-experts", KV_F16 }, { "micro-e", "f32", "", KV_F32 },

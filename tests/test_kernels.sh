@@ -62,6 +62,7 @@ one test_ops -plain -few
 one test_ops -plain embed             # every type of weights
 one test_sampling -plain -few
 [ -z "$long" ] || one test_cuda -few micro-dense-f16     # test_draft too has a dense target
+[ -z "$long" ] || one test_cuda -few -host card=rtx3090 tiny-moe-q4_k_m mini
 one test_layout
 one test_ops -cuda $few -host expert_gate_up expert_down card=rtx3090
 [ -z "$long" ] || one test_ahead -cuda card=rtx3090

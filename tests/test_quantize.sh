@@ -148,6 +148,8 @@ edit config.json 's/\["sliding_attention"/["chunked_attention"/'
 refuse "chunked_attention" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"rope_type": "proportional"/"rope_type": "yarn"/'
 refuse "rope_parameters" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
+edit config.json 's/"rope_type": "default"/"rope_type": "yarn"/'
+refuse "'rope_parameters': sliding_attention: expected rope_type default" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit config.json 's/"rope_type": "proportional"/"rope_type": "proportional", "beta_fast": 32/'
 refuse "beta_fast" quantize "$tmp/bad" "$tmp/x.gguf" q8_0
 edit tokenizer.json 's/: 7,$/: 8,/'
