@@ -263,7 +263,8 @@ static bool refuse_long(Exchange *x, size_t n, bool at_least) {
     x->fault.code = "context_length_exceeded";
     x->fault.n_prompt = n;
     if (has_anthropic_errors(x))
-        return refuse(&x->fault, 400, "", "prompt is too long: %s%zu tokens > %d maximum", least, n, n_ctx);
+        return refuse(&x->fault, 400, "", "prompt is too long: %zu tokens > %d maximum%s", n, n_ctx,
+                      at_least ? "; the rest of it was not counted" : "");
     return refuse(&x->fault, 400, param, "This model's maximum context length is %d tokens. However, your %s resulted "
                   "in %s%zu tokens. Please reduce the length of the %s.", n_ctx, what, least, n, what);
 }

@@ -592,7 +592,7 @@ await group('reading', async () => {
     same('after it too', await state(), [0, true, 'last']);
     for (const [why, note] of [['context', 'the context is full'], ['time', 'time limit (--timeout)'], ['max_tokens', 'maximum tokens']]) {
         const n = await page.evaluate(() => stub.bodies.length);
-        await tool(page, 'Regenerate').click();
+        await tool(page, 'Regenerate').press('Enter');
         await asks(page, n + 1);
         await say(page, why);
         await end(page, 'length', why);

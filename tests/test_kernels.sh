@@ -66,6 +66,6 @@ one test_sampling -plain -few
 one test_layout
 one test_ops -cuda $few -host expert_gate_up expert_down card=rtx3090
 [ -z "$long" ] || one test_ahead -cuda card=rtx3090
-one test_verify -few card=rtx3090
+[ -z "$long" ] || one test_verify -few card=rtx3090      # test_draft verifies too
 one test_draft -few $long card=rtx3090
 finish

@@ -41,7 +41,7 @@ static Server srv;
 
 static Job *new_job(uint64_t client, double deadline) {
     Job *job = alloc_or_die(1, sizeof *job);
-    *job = (Job){ .lead = job, .n_owners = 1, .n_top = -1, .fd = -1, .client = client, .deadline = deadline };
+    *job = (Job){ .lead = job, .n_owners = 1, .n_top = -1, .fd = -1, .client = client, .deadline = deadline, .budget = &srv.budget };
     pthread_cond_init(&job->news, NULL);
     return job;
 }
