@@ -364,10 +364,15 @@ static Leaving leaving_of(const Model *m, const Upload *u) {
     return ffn ? LEAVES_LAST : STAYS;
 }
 
+// True: the backend's memory is not the host's.
+static bool has_own_memory(const Model *m) {
+    return m->ops->weight_bytes(&m->weights.token_embd) && !shares_memory(m->ops);
+}
+
 // Plans those matrices in host memory that --override-tensor puts there, and the first n in that order; the others in
 // device memory. Returns how many of n there are; 0: if the backend has no memory of its own.
 static int put_in_host(Model *m, int n) {
-    const bool apart = m->ops->weight_bytes(&m->weights.token_embd) && !shares_memory(m->ops);
+    const bool apart = has_own_memory(m);
     int so_far = 0;
     for (int i = 0; i < m->binder->n_uploads; i++) {
         Upload *u = &m->binder->uploads[i];
@@ -421,6 +426,8 @@ static int place_matrices(Model *m, const char *pattern, int n, Place place) {
 
 // Reads ModelOptions.place.
 static void read_places(Model *m, const char *list) {
+    if (!has_own_memory(m))
+        fprintf(stderr, "# note: -ot, --cpu-moe: all weights are in host memory with the %s backend\n", m->ops->name);
     for (const char *at = list; *at; ) {
         const int n = (int)strcspn(at, ",");
         int to = n;
