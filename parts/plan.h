@@ -426,8 +426,6 @@ static int place_matrices(Model *m, const char *pattern, int n, Place place) {
 
 // Reads ModelOptions.place.
 static void read_places(Model *m, const char *list) {
-    if (!has_own_memory(m))
-        fprintf(stderr, "# note: -ot, --cpu-moe: all weights are in host memory with the %s backend\n", m->ops->name);
     for (const char *at = list; *at; ) {
         const int n = (int)strcspn(at, ",");
         int to = n;
@@ -441,6 +439,8 @@ static void read_places(Model *m, const char *list) {
                     "blk.0.ffn_down_exps.weight\n", to - 1, at);
         at += n + (at[n] == ',');
     }
+    if (!has_own_memory(m))
+        fprintf(stderr, "# note: -ot, --cpu-moe: all weights are in host memory with the %s backend\n", m->ops->name);
 }
 
 // Bytes that a plan may use. By default: free memory, less 1/32 for other programs. With --vram: that size, less the
