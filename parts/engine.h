@@ -28,8 +28,8 @@ typedef struct Model Model;
 static const char *const kv_names[] = { "f32", "f16", "bf16", "q8_0", "q4_0", "tq4", "tq3" };       // of KvType
 
 enum { CTX_FIT = -1 };        // n_ctx: as many tokens as fit in memory, at most the trained length
-// BATCH_FIT: as many rows as a 16th of the memory has room for, from SMALL_BATCH to LARGE_BATCH. Large steps are
-// faster, because a backend that keeps weights itself may convert them once for each step.
+// BATCH_FIT: as many rows as a 16th of the memory has room for, from SMALL_BATCH to LARGE_BATCH; a quarter, if weights
+// are in host memory. Large steps are faster: a backend may convert or copy its weights once for each step.
 enum { BATCH_FIT = 0, SMALL_BATCH = 512, LARGE_BATCH = 4096 };
 
 typedef struct {
