@@ -407,6 +407,14 @@ static Cache staging_for(const Model *m, const Cache *ring) {                  /
     return c;
 }
 
+// Where the output of layer l is written if the step has a single row and a DFlash drafter reads it there; NULL: to the
+// stream's own buffer, from which tap() copies.
+static float *tapped_row(const Model *m, int l) {
+    for (int i = 0; m->step.n_rows == 1 && i < m->taps.n; i++)
+        if (m->taps.layer[i] == l) return m->s.tapped + (size_t)i * m->config.dim;
+    return NULL;
+}
+
 // q, k, v = Wq, Wk, Wv norm(x). A layer that reads an earlier layer's cache computes q alone; a global layer without Wv
 // takes V from the K projection. p->qkv says how they are normed, rotated by RoPE and stored.
 static void project_qkv(Model *m, int l, Pass *p) {
@@ -419,7 +427,9 @@ static void project_qkv(Model *m, int l, Pass *p) {
     const bool staged = p->is_prompt && lc->is_swa;
     const Cache *cache = &m->caches[m->cache_of[l]];
 
-    Matmul qkv = { .n_rows = p->batch.n_rows, .in = stream_input(s->x, &p->stream, w->attn_norm) };
+    float *const tapped = tapped_row(m, l - 1);
+    Matmul qkv = { .n_rows = p->batch.n_rows,
+                   .in = stream_input(tapped ? (float *[]){ tapped, tapped } : s->x, &p->stream, w->attn_norm) };
     if (wants_q) add_product(&qkv, &w->attn_q, s->q);
     if (own) add_product(&qkv, &w->attn_k, s->k);
     if (own && has_v) add_product(&qkv, &w->attn_v, s->v);
@@ -568,9 +578,11 @@ static void collect_attention(Model *m, int l, Pass *p) {
 static void tap(Model *m, int l, const Pass *p) {
     const Taps *t = &m->taps;
     const int dim = m->config.dim;
-    for (int i = 0; i < t->n; i++)
-        if (t->layer[i] == l)
-            move_rows(m, m->step.n_rows, dim, p->stream.x, dim, NULL, m->s.tapped + (size_t)i * dim, t->n * dim);
+    for (int i = 0; i < t->n; i++) {
+        float *to = m->s.tapped + (size_t)i * dim;
+        if (t->layer[i] == l && p->stream.x != to)     // tapped_row(): it is there already
+            move_rows(m, m->step.n_rows, dim, p->stream.x, dim, NULL, to, t->n * dim);
+    }
 }
 
 // After layer l, if it is the last reader of the staged rows, moves them to their ring. l = n_layers: all that is

@@ -181,6 +181,7 @@ struct Session {
     int        at, checkpoint_at, n_head;
     bool       prompting;     // todo is a prompt
     bool       issued_ahead;  // the step that runs the last token was issued before the host knew that token
+    bool       waited;        // it was not, because of drafts
     bool       answering, ending;      // EVENT_END is still to come; it is the next event
     volatile sig_atomic_t cancelled;
     EndReason  end;
@@ -195,7 +196,8 @@ struct Session {
     size_t     thought_start; // where the last event's thought begins in the reply
     int        row;           // the last token was sampled from this row of logits of step number `step`; -1: from none
     int64_t    step;
-    double     started, first_token, returned;         // seconds(); returned: when its last step did
+    double     started, first_token;                   // seconds()
+    double     step_seconds, draft_seconds;            // of the last step: StepDone
     char       err[512];
 };
 
@@ -470,7 +472,7 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     s->turn = (Turn){ .n_prompt = p->n };
     s->started = s->first_token = seconds();
     s->answering = true;
-    s->ending = s->issued_ahead = false;
+    s->ending = s->issued_ahead = s->waited = false;
     s->cancelled = 0;
     s->content = s->thought = s->passed = 0;
     s->named = tok_reply_thinks(&s->reply) ? (int)s->thought_name.n : 0;
@@ -773,9 +775,9 @@ static void take_tokens(Session *s, int i, int row, int rows, Event *e) {
     s->row = row + at;
     if (s->ending || s->prompting || s->todo.n != 1) g->candidates.depth = 0;
     if (!s->prompting) drop_drafts(s);
-    if (!g->drafts.n) return;
-    count_drafts(s, right);
-    speculator_learn(g, s->m->pace, right, rows);
+    if (g->drafts.n) count_drafts(s, right);
+    speculator_learn(g, s->m->pace, drafter_of(s->m),
+                     &(StepDone){ right, rows, s->step_seconds, s->draft_seconds, s->waited });
     g->drafts.n = 0;
 }
 
@@ -800,19 +802,23 @@ static SessionState session_state(const Session *s) {
 
 enum { PATIENCE = 4 };        // steps without drafts after which the next one is issued ahead again
 
-// True if the step after the one that was just sampled can be issued before the host knows its tokens, with as many
-// drafts as the drafter makes now. False after a prompt: a discarded step is repaired by running the last token again,
-// and a prompt's rows are rounded differently. False too if nothing follows, if the caller looks at each step, or if
-// n-grams or the grammar may have drafts for it.
-static bool may_go_ahead(const Session *s, int depth) {
+// True if the step after the one that was just sampled can be issued before the host knows its tokens, with `depth`
+// drafts. False after a prompt: a discarded step is repaired by running the last token again, and a prompt's rows are
+// rounded differently. False too if nothing follows, or if the caller looks at each step.
+static bool could_go_ahead(const Session *s, int depth) {
     const Model *m = s->m;
+    const int n = s->options.n_predict, most = 2 + s->speculator.drafts.n + depth; // rows of the two steps
+    return m->ops->fence && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx &&
+           !s->options.keep_logits && !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled;
+}
+
+// True if it is to be issued then: all drafts come from the drafter, as a chain. N-grams or the grammar may have some.
+static bool may_go_ahead(const Session *s, int depth) {
     const Speculator *g = &s->speculator;
-    const int n = s->options.n_predict, most = 2 + g->drafts.n + depth;            // rows of the two steps
     const bool reads = uses_ngrams(&g->options) || (uses_grammar(&g->options) && s->options.grammar);
     const bool as_wanted = g->options.kind == SPEC_OFF || g->idle_lookups >= PATIENCE || !reads;
-    return m->ops->fence && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx &&
-           !s->options.keep_logits && !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled &&
-           g->depth == depth && as_wanted && (!depth || (!g->options.tree && g->options.p_min <= 0));
+    return could_go_ahead(s, depth) && g->depth == depth && as_wanted &&
+           (!depth || (!g->options.tree && g->options.p_min <= 0));
 }
 
 // True if the session has an event to report without running anything; false if it has tokens to run.
@@ -989,28 +995,32 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     if (!runs_already && !run_step(sessions, segs, n, events[0])) return;
     const int64_t step_number = m->step.number;
     const int n_step = m->step.n_rows;
-    const double began = runs_already ? sessions[0]->returned : start;
+    const double returned = m->pace->returned, began = runs_already || drafted ? returned : start;
     mask_rows(sessions, segs, n);                      // while a GPU computes
     const bool ahead = finish_steps(sessions, segs, n, drafted, began);
-    const double now = seconds();
-    if (n == 1 && n_step == 1 && !sessions[0]->speculator.depth) add_step_time(m->pace, 1, now - began);
+    const double now = m->pace->returned = seconds();
+    if (n == 1 && n_step == 1 && !sessions[0]->speculator.depth && (runs_already || !sessions[0]->waited))
+        add_step_time(m->pace, 1, now - began);
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
         const int n_rows = 1 + s->speculator.drafts.n;
+        s->step_seconds = now - returned;
+        s->draft_seconds = s->speculator.depth ? m->result->drafted - m->result->verified : 0;
+        s->waited = s->waited && !runs_already;
         if (n_rows > 1) s->turn.drafts.verify_seconds += m->result->verified - began;
         if (s->speculator.depth) {
             const bool block = m->drafter->kind == DRAFTER_DFLASH;
-            s->turn.drafts.draft_seconds += m->result->drafted - m->result->verified;
+            s->turn.drafts.draft_seconds += s->draft_seconds;
             s->turn.read += bytes_per_draft(m, m->len[s->seq]) * (block ? 1 : s->speculator.depth);
         }
         for (int r = 0; r < n_todo[i]; r++) push_id(s->t, &s->held, s->todo.ids[s->at++]);
         s->turn.n_run += s->prompting && !s->turn.shifts ? n_todo[i] : 0;
         s->issued_ahead = ahead;
-        s->returned = now;
         if (snapshot_at[i] == m->len[s->seq]) take_snapshot(s, s->at == (int)s->todo.n || isinf(s->work));
         if (s->at == (int)s->todo.n) {
             s->step = step_number;
             take_tokens(s, i, row, n_step - n_rows, events[i]);
+            s->waited = !ahead && could_go_ahead(s, 0);
             row += n_rows;
         } else {
             *events[i] = prompt_event(s);

@@ -45,6 +45,7 @@ typedef struct Pace {
     Times  step, draft;       // of a step of one session by its rows; of drafting by its tokens
     double draft_share;       // bytes that drafting one token reads, as a fraction of a step's bytes
     bool   records;           // the backend records steps (CUDA graphs): the first step of each kind is slow
+    double returned;          // seconds() when the last step was done
 } Pace;
 
 // ==== [2] N-grams ===================================================================================================
@@ -355,10 +356,11 @@ typedef struct {              // the drafting of a session
     int         depth;                 // tokens that the drafter makes after the running step
     int         idle_lookups;          // steps in a row without drafts from the text
     int         drafted;               // steps with drafts since the last plain step
+    SpecKind    payer;                 // the last source that made drafts: it pays for plain steps that waited for it
 } Speculator;
 
 static void speculator_init(Speculator *s) {
-    *s = (Speculator){ .ngrams = { .n_draft = 4, .min_match = NGRAM_MIN }, .backoff = 1 };
+    *s = (Speculator){ .ngrams = { .n_draft = 4, .min_match = NGRAM_MIN }, .backoff = 1, .payer = SPEC_NGRAM };
     for (int k = 0; k < SPEC_KINDS; k++) {
         s->accept[k] = accept_init(k == SPEC_NGRAM ? 0.6f : 0.8f);
         s->budget[k] = k == SPEC_NGRAM || k == SPEC_GRAMMAR ? budget_start_text : budget_start;
@@ -464,8 +466,6 @@ static void make_drafts(Speculator *s, const Pace *p, SpecKind drafter, const in
     if (s->options.kind == SPEC_AUTO) {
         add_budget(s, text_source, budget_per_step);
         add_budget(s, drafter, budget_per_step);
-        if (c->depth)                                  // drafting took time, even if no draft is accepted
-            add_budget(s, drafter, step_cost(p, SPEC_OFF, c->depth, rows) - step_cost(p, drafter, c->depth, rows));
         choose_drafts(s, p, text_source, drafter, &n_text, &n_chain, rows);
         min_logprob = min_branch_logprob(p, &s->accept[drafter], n_chain, s->options.tree, rows);
         if (!n_text) start_shadow(s, text_source, text, n_found, n);
@@ -507,14 +507,31 @@ static int choose_depth(Speculator *s, const Pace *p, SpecKind drafter, int max,
     return depth;
 }
 
-// The model accepted a path of `accepted` drafts. rows: of other sessions in the step.
-static void speculator_learn(Speculator *s, const Pace *p, int accepted, int rows) {
+typedef struct {              // a step that is done
+    int    accepted;          // of its drafts
+    int    rows;              // of other sessions in it
+    double seconds;           // since the step before was done, what the host did meanwhile included
+    double drafting;          // of these, in which the drafter made the next drafts
+    bool   waited;            // without drafts the step would have been issued ahead
+} StepDone;
+
+// Learns from a step: rates from its drafts, and the budget pays the time that it took beyond plain steps of as many
+// tokens. A time that is more than twice the expected one counts as that: the machine did something else.
+static void speculator_learn(Speculator *s, const Pace *p, SpecKind drafter, const StepDone *done) {
     const Drafts *d = &s->drafts;
-    accept_learn(&s->accept[d->source], d->depth, accepted);
-    if (d->source == SPEC_NGRAM || d->source == SPEC_NGRAM_MOD) ngrams_learn(&s->ngrams, d->n, accepted);
-    if (s->options.kind != SPEC_AUTO) return;
-    add_budget(s, d->source, accepted + 1 - step_cost(p, SPEC_OFF, d->n, rows));
-    if (s->budget[d->source] >= budget_max) s->backoff = 1;
+    const int rows = done->rows + 1;
+    const bool is_text = d->source == SPEC_NGRAM || d->source == SPEC_NGRAM_MOD;
+    const double plain = step_seconds(p, rows),
+                 step = fmin(done->seconds - done->drafting, 2 * step_seconds(p, rows + d->n)),
+                 drafting = s->depth ? fmin(done->drafting, 2 * draft_seconds(p, drafter, s->depth)) : 0;
+    if (d->n) accept_learn(&s->accept[d->source], d->depth, done->accepted);
+    if (d->n && is_text) ngrams_learn(&s->ngrams, d->n, done->accepted);
+    if (s->options.kind != SPEC_AUTO || plain <= 0) return;
+    add_budget(s, drafter, -drafting / plain);
+    if (d->n) s->payer = d->source;
+    if (d->n || done->waited) add_budget(s, s->payer, done->accepted + 1 - step / plain);
+    if (s->depth) s->payer = drafter;
+    if (d->n && s->budget[d->source] >= budget_max) s->backoff = 1;
 }
 
 #endif
