@@ -718,8 +718,8 @@ static void add_to_backlog(Model *m, const Segment *seg, int n, int end) {
         d->context_start[seq] = end - n;
     }
     const size_t at = (size_t)seq * STEP_ROWS + (size_t)d->n_backlog[seq];
-    if (n) m->ops->copy(&(Copy){ d->backlog + at * taps, m->s.tapped + (size_t)seg->first * taps,
-                                 (size_t)n * taps * sizeof(float), COPY_WITHIN });
+    if (n) move_rows(m, n, (int)taps, m->s.tapped + (size_t)seg->first * taps, (int)taps, NULL, d->backlog + at * taps,
+                     (int)taps);
     d->n_backlog[seq] += n;
 }
 

@@ -27,7 +27,7 @@
 enum { SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32,
        STRIP = 128,                            // tokens; four for each lane
        ROUND = 2 * SAMPLE_WARPS,               // strips that a block reads at a time, two for each warp
-       BLOCKS_OF_SM = 4,                       // blocks of a launch for each SM, at most
+       BLOCKS_OF_SM = 2,                       // that an SM holds at once
        BIN_BITS = 11, LIST_BITS = 10,
        BINS = 1 << BIN_BITS, LIST = 1 << LIST_BITS,
        SAMPLE_SHARED = (BINS + LIST) * 8 };    // bytes
@@ -440,7 +440,7 @@ __device__ static void count_seen(const Row &row, const Segment &seg, const Row 
 //             more again (top_k up to 512), else all strips with a weight, once or twice
 //   numerics  integers after step 3: the same choice as the CPU whenever the logits are equal
 //   see       ref_sample
-__global__ void __launch_bounds__(SAMPLE_THREADS, 1) sample_kernel(Sample o, Batch b, Spread s) {
+__global__ void __launch_bounds__(SAMPLE_THREADS, BLOCKS_OF_SM) sample_kernel(Sample o, Batch b, Spread s) {
     wait_for_previous_kernel();
     int *seen = (int *)shared_bytes;
     __shared__ int32_t choice;
@@ -619,7 +619,7 @@ typedef struct {
 //   traffic   reads the logits once, then k strips and few more again
 //   numerics  exp in f32 of the distance to the best of a strip; sums in f64, in an order that depends only on vocab
 //   see       ref_head, ref_head_centroid, ref_logprob, ref_logsumexp
-__global__ void __launch_bounds__(SAMPLE_THREADS, 1) summary_kernel(Summary o, Spread s) {
+__global__ void __launch_bounds__(SAMPLE_THREADS, BLOCKS_OF_SM) summary_kernel(Summary o, Spread s) {
     wait_for_previous_kernel();
     __shared__ double part[SAMPLE_WARPS];
     __shared__ TokenRow shared_row;
