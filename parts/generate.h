@@ -802,14 +802,19 @@ static SessionState session_state(const Session *s) {
 
 enum { PATIENCE = 4 };        // steps without drafts after which the next one is issued ahead again
 
+// True if steps of this answer are issued ahead: a device works by itself, and the caller does not look at each step.
+static bool goes_ahead(const Session *s) {
+    return s->m->ops->fence && !s->options.keep_logits && !s->m->dump_dir;
+}
+
 // True if the step after the one that was just sampled can be issued before the host knows its tokens, with `depth`
 // drafts. False after a prompt: a discarded step is repaired by running the last token again, and a prompt's rows are
-// rounded differently. False too if nothing follows, or if the caller looks at each step.
+// rounded differently. False too if nothing follows.
 static bool could_go_ahead(const Session *s, int depth) {
     const Model *m = s->m;
     const int n = s->options.n_predict, most = 2 + s->speculator.drafts.n + depth; // rows of the two steps
-    return m->ops->fence && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx &&
-           !s->options.keep_logits && !m->dump_dir && (n < 0 || s->turn.made + most <= n) && !s->cancelled;
+    return goes_ahead(s) && m->step.n_rows <= STEP_ROWS && m->len[s->seq] + most <= m->options.n_ctx &&
+           (n < 0 || s->turn.made + most <= n) && !s->cancelled;
 }
 
 // True if it is to be issued then: all drafts come from the drafter, as a chain. N-grams or the grammar may have some.
@@ -999,7 +1004,8 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     mask_rows(sessions, segs, n);                      // while a GPU computes
     const bool ahead = finish_steps(sessions, segs, n, drafted, began);
     const double now = m->pace->returned = seconds();
-    if (n == 1 && n_step == 1 && !sessions[0]->speculator.depth && (runs_already || !sessions[0]->waited))
+    // a plain step that was not issued ahead takes longer than all the others
+    if (n == 1 && n_step == 1 && !sessions[0]->speculator.depth && (runs_already || !goes_ahead(sessions[0])))
         add_step_time(m->pace, 1, now - began);
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
