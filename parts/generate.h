@@ -891,9 +891,14 @@ static void step_ahead(Model *m, StepSeg *segs, int n, int depth) {
     step(m, segs, n);
 }
 
+// Learns how long a step takes. A plain step that could have been issued ahead and was not takes longer than the others.
+static void add_step_of(const Session *s, int rows, bool issued_ahead, double seconds) {
+    if (rows > 1 || issued_ahead || !goes_ahead(s)) add_step_time(s->m->pace, rows, seconds);
+}
+
 // Issues the rest of a step that began at `start`: sampling, commit, drafts. Then issues the next step ahead if it can,
-// and waits for the result of this one. Returns true if the next step is under way.
-static bool finish_steps(Session *const *sessions, StepSeg *segs, int n, bool drafted, double start) {
+// and waits for the result of this one. in_time: this one was issued ahead. Returns true if the next step is under way.
+static bool finish_steps(Session *const *sessions, StepSeg *segs, int n, bool drafted, bool in_time, double start) {
     Model *m = sessions[0]->m;
     const Ops *op = m->ops;
     StepResult *v = m->result;
@@ -909,7 +914,7 @@ static bool finish_steps(Session *const *sessions, StepSeg *segs, int n, bool dr
         issue_verification(m, drafting, n_drafting, depth, NULL);
         if (ahead) step_ahead(m, segs, n, depth);
         read_result(m);
-        if (n == 1 && n_rows <= STEP_ROWS) add_step_time(m->pace, n_rows, v->verified - start);
+        if (n == 1 && n_rows <= STEP_ROWS) add_step_of(sessions[0], n_rows, in_time, v->verified - start);
         if (n_drafting == 1 && !late) add_draft_time(m->pace, drafter_of(m), depth, v->drafted - v->verified);
         for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
         return ahead;
@@ -1002,11 +1007,9 @@ static void run_sessions(Session *const *sessions, Event *const *events, int n) 
     const int n_step = m->step.n_rows;
     const double returned = m->pace->returned, began = runs_already || drafted ? returned : start;
     mask_rows(sessions, segs, n);                      // while a GPU computes
-    const bool ahead = finish_steps(sessions, segs, n, drafted, began);
+    const bool ahead = finish_steps(sessions, segs, n, drafted, runs_already, began);
     const double now = m->pace->returned = seconds();
-    // a plain step that was not issued ahead takes longer than all the others
-    if (n == 1 && n_step == 1 && !sessions[0]->speculator.depth && (runs_already || !goes_ahead(sessions[0])))
-        add_step_time(m->pace, 1, now - began);
+    if (n == 1 && n_step == 1 && !sessions[0]->speculator.depth) add_step_of(sessions[0], 1, runs_already, now - began);
     for (int i = 0, row = 0; i < n; i++) {
         Session *s = sessions[i];
         const int n_rows = 1 + s->speculator.drafts.n;
