@@ -316,12 +316,12 @@ error prompt.txt tokenize "$tmp/prompt.txt" -p hi
 run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
-for word in logits tokenize detokenize quantize plan view ppl check niah serve bench model prompt sampling "structured output" \
+for word in logits tokenize detokenize quantize plan view ppl check niah serve bench sweep model prompt sampling "structured output" \
     "speculative decoding" "KV cache" device output; do
     ok "--help names $word" grep -qE -e "(^|[^a-z-])$word([^a-z-]|\$)" "$tmp/out"
 done
 # Every flag, with each of its names, with a valid and an invalid value. A flag that is missing here fails the test.
-for verb in "" serve plan bench ppl niah check quantize tokenize detokenize logits view; do
+for verb in "" serve plan bench sweep ppl niah check quantize tokenize detokenize logits view; do
     # shellcheck disable=SC2086  # no command is no word
     run $verb --help
     ok "$verb --help: exits 0" [ "$status" -eq 0 ]
