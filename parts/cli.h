@@ -662,6 +662,8 @@ static bool run_file_verb(const Flags *f) {
         verb_detokenize(f->model, f->ids);
     } else if (f->verb == VIEW) {
         verb_view(f->model, (int)f->last);
+    } else if (f->verb == PLOT) {
+        verb_plot(f->model, f->kind, f->out);
     } else if (f->verb == QUANTIZE) {
         if (!f->type) die("quantize: expected three arguments: IN OUT.gguf TYPE");
         verb_quantize(f->model, f->target, f->type);
@@ -792,7 +794,8 @@ static char *sweep_settings(const Flags *f, const Ops *ops) {
         if (numbers[i].value > 0) fprintf(out, " %s=%g", numbers[i].name, numbers[i].value);
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (words[i][1]) fprintf(out, " %s=%s", words[i][0], words[i][1]);
-    if (*card_name(ops)) fprintf(out, " %s", card_name(ops));
+    if (*card_name(ops)) fputc(' ', out);
+    for (const char *c = card_name(ops); *c; c++) fputc(*c == ' ' ? '_' : *c, out);
     if (fclose(out)) die("out of memory for the flags");
     return text;
 }
@@ -902,12 +905,13 @@ static int command_line(int argc, char **argv) {
     const uint16_t one = 1;
     if (*(const uint8_t *)&one != 1) die("gemma4 needs a little-endian machine");
     if (!f.model && f.verb == VIEW) die("expected the folder of a dump; try gemma4 view DIR >page.html");
+    if (!f.model && f.verb == PLOT) die("expected a table of measurements; try gemma4 plot FILE.csv -o out.svg");
     for (size_t k = 0; k < N_VERBS && !f.model; k++)
         if (verbs[k].verb == f.verb)
             die("expected a model file; try gemma4 %s %s, or gemma4 %s --help", verbs[k].name, verbs[k].arguments,
                 verbs[k].name);
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
-    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN | VIEW))) start_threads(threads_to_start(&f));
+    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN | VIEW | PLOT))) start_threads(threads_to_start(&f));
     if (run_file_verb(&f)) return 0;
 
     const Ops *ops = choose_ops(&f);

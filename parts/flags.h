@@ -30,8 +30,8 @@
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
     SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH,
-    VIEW = 2048, SWEEP = 4096, MEASURES = BENCH | SWEEP, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL,
-    ANY = 8191
+    VIEW = 2048, SWEEP = 4096, PLOT = 8192, MEASURES = BENCH | SWEEP, RUNS = GENERATE | LOGITS,
+    PLANS = RUNS | SERVE | PLAN | PPL, ANY = 16383
 } Verb;
 
 static const struct { const char *name; Verb verb; const char *arguments, *help; } verbs[] = {
@@ -41,6 +41,7 @@ static const struct { const char *name; Verb verb; const char *arguments, *help;
     { "bench", BENCH, "MODEL.gguf [-p N,..] [-n N,..]", "tokens per second, as llama-bench measures them" },
     { "sweep", SWEEP, "MODEL.gguf [-ctk TYPE,..] [-md FILE,..] [-d N,..] [-o FILE]",
       "times and energy of all combinations of cache types, draft models and contexts, as CSV" },
+    { "plot", PLOT, "FILE.csv [-o OUT.svg] [--kind NAME]", "a picture of what sweep or niah -o csv has measured" },
     { "ppl", PPL, "MODEL.gguf -f FILE", "perplexity, as llama-perplexity computes it; --kld: KL divergence" },
     { "niah", NIAH, "MODEL.gguf [-p N,..]", "needle-in-a-haystack test" },
     { "check", CHECK, "MODEL.gguf", "compare the GPU with the CPU (--against), checkpoint by checkpoint" },
@@ -63,7 +64,7 @@ typedef struct {
     const char *k_types, *v_types, *drafters;   // bench, sweep: lists of words
     const char *draft_maxes, *trees;            // sweep: lists of numbers
     TextList pairs;
-    const char *fill, *svg, *scorer, *card, *backend;
+    const char *fill, *svg, *scorer, *card, *backend, *kind;
     const char *host, *api_key, *api_key_file, *alias, *session_dir, *public_url;      // serve
     double port, parallel, chunk, queue, timeout, max_body, request_memory, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
@@ -306,6 +307,10 @@ static const Flag flags[] = {
       "the prompts are the beginning of this text; default: random tokens" },
     { "-o", "--output", "FILE", FLAG_TEXT, SWEEP, FIELD(out), 0, 0,
       "write the rows to this file; rows that it has already are skipped; default: standard output" },
+    { "--kind", NULL, CHART_KINDS, FLAG_CHOICE, PLOT, FIELD(kind), 0, 0,
+      "what the picture shows; default: the first that the table has data for" },
+    { "-o", "--output", "FILE", FLAG_TEXT, PLOT, FIELD(out), 0, 0,
+      "write the picture (SVG) to this file; default: standard output" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000,
       "repetitions of each test; default 5" },
     { "-o", "--output", "md|csv|json|jsonl|sql", FLAG_CHOICE, BENCH, FIELD(out), 0, 0, "output format; default md" },

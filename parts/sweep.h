@@ -5,8 +5,9 @@
  *
  * A row is a whole run: the model is opened with the context that the row needs and warmed up; a prompt of `ctx` tokens
  * is processed; then tokens are generated, greedily. Each row is written as soon as it is known. If the file has rows
- * already, these are skipped, so that a sweep that was interrupted continues. What is not known is an empty cell: energy
- * where the device does not report it, acceptance without a draft model, prompts where random rows fill the cache.
+ * already, these are skipped, so that a sweep that was interrupted continues. What is not known is an empty cell:
+ * energy where the device does not report it, acceptance without a draft model, prompts where random rows fill the
+ * cache.
  *   [1] Rows    [2] Measuring    [3] The file    [4] The verb */
 #ifndef SWEEP_H
 #define SWEEP_H
@@ -60,11 +61,6 @@ typedef struct {
     char        arch[128];
     Table       known;        // rows that the file has
 } Sweep;
-
-static const char *base_name(const char *path) {
-    const char *slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
-}
 
 static int sweep_drafts(const SweepCell *c) { return max_int(c->draft_max, c->tree); }
 
@@ -324,7 +320,8 @@ static void list_cells(Sweep *w) {
             for (int dm = 0; dm < (o->drafters.text[d] ? o->draft_max.count : 1); dm++)
                 for (int tree = 0; tree < (o->drafters.text[d] ? o->trees.count : 1); tree++)
                     for (int ctx = 0; ctx < o->depths.count; ctx++) {
-                        SweepCell c = { .k = o->k_types.text[kv / o->v_types.n], .v = o->v_types.text[kv % o->v_types.n],
+                        SweepCell c = { .k = o->k_types.text[kv / o->v_types.n],
+                                        .v = o->v_types.text[kv % o->v_types.n],
                                         .drafter = o->drafters.text[d], .ctx = o->depths.n[ctx] };
                         if (c.drafter) c.draft_max = o->draft_max.n[dm], c.tree = o->trees.n[tree];
                         add_cell(w, c);

@@ -316,12 +316,12 @@ error prompt.txt tokenize "$tmp/prompt.txt" -p hi
 run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
-for word in logits tokenize detokenize quantize plan view ppl check niah serve bench sweep model prompt sampling "structured output" \
+for word in logits tokenize detokenize quantize plan view ppl check niah serve bench sweep plot model prompt sampling "structured output" \
     "speculative decoding" "KV cache" device output; do
     ok "--help names $word" grep -qE -e "(^|[^a-z-])$word([^a-z-]|\$)" "$tmp/out"
 done
 # Every flag, with each of its names, with a valid and an invalid value. A flag that is missing here fails the test.
-for verb in "" serve plan bench sweep ppl niah check quantize tokenize detokenize logits view; do
+for verb in "" serve plan bench sweep plot ppl niah check quantize tokenize detokenize logits view; do
     # shellcheck disable=SC2086  # no command is no word
     run $verb --help
     ok "$verb --help: exits 0" [ "$status" -eq 0 ]
@@ -338,6 +338,7 @@ ok "--help: each flag says its default but --model, --help and --version" lines 
 printf '[]' >"$tmp/no-tools.json"
 drafter=models/gemma4-mini-mtp-q8_0.gguf
 printf '\002\000\000\000' >"$tmp/bos.i32"
+printf 'ctx,decode_tps\n1024,3\n2048,2\n' >"$tmp/table.csv"
 while read -r names; do
     for flag in $names; do
         verb='' plain="-p hi -n 2 --temp 0" good='' bad='' file=$model
@@ -360,6 +361,7 @@ while read -r names; do
         "-d --depth ") verb=niah plain="-p 256 -r 1" good=50 bad=101 ;;
         "--needles ") verb=niah plain="-p 256 -d 50 -r 1" good=2 bad=0 ;;
         "--svg ") verb=niah plain="-p 256 -d 50 -r 1" good="$tmp/map.svg" bad=/nowhere/x ;;
+        "--kind ") verb=plot plain='' file="$tmp/table.csv" good=speed bad=pie ;;
         "--compress ") good=0.5 bad=1 ;;
         "--scorer ") plain="$plain --compress 0.5" good="$model" bad=missing.gguf ;;
         "--pflash ") good=0.5 bad=1.5 ;;

@@ -63,4 +63,56 @@ run bench $m -md $mtp --spec-force 1,0 --draft-max 3 --tree 16 -p 0 -n 4 -r 1 -o
 is "bench --tree: as many tokens a step" "$(tail -n 1 "$tmp/out" | grep -c ',3,16,2,')" 1
 refused "--tree needs --spec-force" bench $m -md $mtp --tree 16 -n 4 -r 1
 refused "--tree: expected at least --draft-max" bench $m -md $mtp --spec-force 1 --draft-max 8 --tree 4 -n 4 -r 1
+
+
+# ---- gemma4 plot ---------------------------------------------------------------------
+awk -v head="$columns" 'BEGIN {
+    print head
+    for (k = 0; k < 2; k++) for (dm = 0; dm <= 4; dm += 4) for (ctx = 1024; ctx <= 2097152; ctx *= 2)
+        printf "\"a.gguf n=4 \"\"<&>\"\"\",A <b>,%s,%s,f16,%d,%s,1,2,%d,3,%d,,%s,2,%g,4,5,1,4,%g\n", dm ? "d.gguf" : "none", k ? "tq3" : "f16", ctx,
+            dm ? dm : "", 9000 - ctx / 300, 400 - ctx / 6000 + 50 * dm, dm ? 0.5 : "", 16 + ctx / 1e5, 1 + ctx / 1e6 - k / 5 }' >"$tmp/t.csv"
+plot() { # plot KIND FILE: draws $tmp/out
+    # shellcheck disable=SC2086  # none for ""
+    run plot "$2" ${1:+--kind $1}
+    is "plot $1: exit status" "$status" 0
+    is "plot $1: one picture, 600 pixels wide" "$(grep -c 'viewBox="0 0 600 [0-9]*"' "$tmp/out")$(tail -n 1 "$tmp/out")" "1</svg>"
+    # No text leaves the picture or touches the next one on its line, at 7 pixels a letter.
+    is "plot $1: texts apart" "$(sed -n 's/^\(<g [^>]*>\)*<text x="\([0-9.]*\)" y="\([0-9.]*\)" font-size="1[2-9]" text-anchor="\([a-z]*\)">\(.*\)<\/text>$/\2 \3 \4 \5/p' "$tmp/out" |
+        sed 's/&#[0-9]*;/x/g' | awk '{ text = $0; sub(/^[^ ]* [^ ]* [^ ]* /, "", text); n = 6.5 * length(text)
+            from = $3 == "end" ? $1 - n : $3 == "middle" ? $1 - n / 2 : $1
+            if (from < 0 || from + n > 600) print "outside: " text
+            print > "/dev/null"; printf "%s %s %s\n", $2, from, from + n > "'"$tmp"'/places" }')" ""
+    is "plot $1: texts do not overlap" "$(sort -k1,1n -k2,2n "$tmp/places" | awk '$1 == y && $2 < end { print } { y = $1; end = $3 }')" ""
+}
+for kind in speed prompt energy memory acceptance drafts pareto; do plot $kind "$tmp/t.csv"; done
+plot "" "$tmp/t.csv"
+ok "plot: the speed by context, if there are several" grep -q '>generated tokens per second</text>' "$tmp/out"
+ok "plot: a log scale that says so" grep -q '>context, tokens (log scale)</text>' "$tmp/out"
+is "plot: a point for each row" "$(grep -cE '<circle|fill="#[0-9A-F]*"/>' "$tmp/out")" 52
+is "plot: 1K and 1M, where 11 octaves lie between 2M and 1K" "$(sed -n 's/.*x="\([0-9.]*\)" .*>\(1K\|1M\|2M\)<.*/\2 \1/p' "$tmp/out" |
+    awk '{ at[$1] = $2 } END { printf "%.2f", (at["1M"] - at["1K"]) / (at["2M"] - at["1K"]) }')" 0.91
+is "plot: curves are named by what differs" "$(sed -n 's/^<text x="[0-9]*.0".*>\(.*cache.*\)<\/text>$/\1/p' "$tmp/out" | tr '\n' '|')" \
+    "no draft model, cache f16|d, draft 4, cache f16|no draft model, cache tq3, V f16|d, draft 4, cache tq3, V f16|"
+ok "plot: names are texts, not markup" grep -q 'A &#60;b&#62;, .*&#34;&#60;&#38;&#62;&#34;' "$tmp/out"
+printf 'length,depth,needles,asked,right\n1024,0,1,4,4\n1024,100,1,4,0\n65536,0,1,4,1\n# a comment\n65536,100,1,4,2\n65536,100,1,4,2\n' >"$tmp/n.csv"
+plot "" "$tmp/n.csv"
+is "plot: a heat map" "$(sed -n 's/^<g .*>\([0-9]*\)<\/text>$/\1/p' "$tmp/out" | tr '\n' ' ')" "100 0 25 50 0 25 50 75 100 "
+ok "plot: tokens of the texts" grep -q '>64K</text>' "$tmp/out"
+run plot "$tmp/n.csv" -o "$tmp/n.svg"
+ok "plot -o: the file" grep -q '</svg>' "$tmp/n.svg"
+printf '%s\n' "$columns" >"$tmp/empty.csv"
+refused "--kind memory: expected rows with numbers" plot "$csv" --kind memory
+refused "expected a table of gemma4 sweep" plot "$tmp/empty.csv"
+refused "plot: $tmp/none.csv" plot "$tmp/none.csv"
+: >"$tmp/nothing.csv"
+refused "got an empty file" plot "$tmp/nothing.csv"
+printf 'ctx,decode_tps\n1,2\n2,x\n' >"$tmp/bad.csv"
+refused "row 2: decode_tps: expected a number, got 'x'" plot "$tmp/bad.csv"
+printf 'ctx,decode_tps\n1,2\n2,1e300\n' >"$tmp/bad.csv"
+refused "expected numbers from 0 to 1e+12" plot "$tmp/bad.csv"
+printf 'ctx,decode_tps\n1,2,3\n' >"$tmp/bad.csv"
+refused "row 1: expected 2 cells, as the first line has, got 3" plot "$tmp/bad.csv"
+printf 'length,depth,right\n1,2,3\n' >"$tmp/bad.csv"
+refused "expected a column 'asked'" plot "$tmp/bad.csv"
+refused "--kind: expected heat|speed" plot "$csv" --kind pie
 finish sweep
