@@ -975,6 +975,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include BACKEND_FILE
 #endif
 #include "parts/answer.h"
+#include "parts/advice.h"
 #include "parts/text.h"
 #include "parts/convert.h"
 #include "parts/session.h"

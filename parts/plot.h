@@ -286,9 +286,10 @@ enum { PIC_WIDTH = 600,       // pixels of the picture
        PIC_LETTER = 7 };
 
 typedef struct {
-    bool   log;               // powers of two are as far apart as steps of `unit`
+    bool   log;               // logarithmic
     double low, high;         // at the ends, in units of place_on()
-    double least;             // log: the smallest positive value; 0 is one step before it
+    double least;             // log: the smallest positive value; 0 is apart, as far before it as the half of it
+    bool   has_zero;
 } Axis;
 
 static double place_on(const Axis *a, double v) {      // before it is scaled to pixels
@@ -315,6 +316,7 @@ static void fit_axes(const Plot *p, Axis *x, Axis *y) {
     *x = (Axis){ .log = p->chart->log_x, .least = INFINITY, .low = INFINITY, .high = -INFINITY };
     *y = (Axis){ 0 };
     for (int i = 0; i < p->n; i++) {
+        x->has_zero |= p->points[i].x <= 0;
         if (p->points[i].x > 0) x->least = fmin(x->least, p->points[i].x);
         y->high = fmax(y->high, p->points[i].y);
     }
@@ -396,7 +398,7 @@ static void draw_axes(const Plot *p, const Axis *x, const Axis *y) {
     FILE *f = p->f;
     const double step = mark_step(y->high), x_step = x->log ? 0 : mark_step(x->high);
     double end = 0;
-    char text[24];
+    char text[24], title[96];
     for (double v = 0; v <= y->high * 1.0001; v += step) {
         put_line(f, PIC_LEFT - 4, y_pixel(y, v), PIC_WIDTH - PIC_RIGHT, y_pixel(y, v), "#e4e4e4");
         put_text(f, PIC_LEFT - 8, y_pixel(y, v) + 4, 12, "end", axis_text(text, v, false), 20);
@@ -409,8 +411,8 @@ static void draw_axes(const Plot *p, const Axis *x, const Axis *y) {
     }
     put_line(f, PIC_LEFT, PIC_TOP, PIC_LEFT, PIC_TOP + PIC_HEIGHT, "#666");
     put_line(f, PIC_LEFT, PIC_TOP + PIC_HEIGHT, PIC_WIDTH - PIC_RIGHT, PIC_TOP + PIC_HEIGHT, "#666");
-    put_text(f, (PIC_LEFT + PIC_WIDTH - PIC_RIGHT) / 2.0, PIC_TOP + PIC_HEIGHT + 38, 12, "middle", p->chart->x_title,
-             80);
+    snprintf(title, sizeof title, "%s%s", p->chart->x_title, x->log && x->has_zero ? "; 0 stands apart" : "");
+    put_text(f, (PIC_LEFT + PIC_WIDTH - PIC_RIGHT) / 2.0, PIC_TOP + PIC_HEIGHT + 38, 12, "middle", title, 80);
     put_y_title(f, PIC_TOP + PIC_HEIGHT / 2.0, p->chart->y_title);
 }
 

@@ -1071,6 +1071,21 @@ for word in weights "global KV" "window KV" staging activations scratch total av
     ok "plan: says $word" has out "$word"
 done
 ok "plan: warns beyond the trained length" grep -q "^ *32768 .*exceeds the trained length" out
+ok "plan: one command line is recommended" [ "$(grep -c '^recommended: gemma4 ' out)" -eq 1 ]
+run plan "$mini" --vram 24 -c 32768
+ok "plan: a row for each cache type, with estimates for a card of that size" \
+    [ "$(grep -cE '^(f16|q8_0|q4_0|tq4|tq3) +32768 +[0-9]+\.[0-9] +[0-9]+\.[0-9]$' out)" -eq 5 ]
+ok "plan: says that they are estimated, and for what" grep -q 'estimated for ' out
+ok "plan: the row that they come from" grep -qE '^measured on an H100, .* f16: 487\.4 tok/s at 0, 353\.5 at 131072 \(commit [0-9a-f]+\)$' out
+at_0() { awk '/^f16 / { print $3 }' out; }
+slow=$(at_0)
+run plan "$mini" --vram 32 -c 32768
+case $(sed -n 's/.*estimated for //p' out) in
+rtx5090*) ok "plan: an RTX 5090 reads 1.91 times as fast as an RTX 3090" [ "$(awk -v a="$(at_0)" -v b="$slow" 'BEGIN { printf "%.2f", a / b }')" = 1.91 ] ;;
+esac
+eval "set -- $(sed -n 's/^recommended: gemma4 //p' out)"
+run "$@" -p hi -n 1
+ok "plan: the recommended command line works" [ "$status" -eq 0 ]
 run plan "$mini" --vram 0.03
 ok "plan: no room: exit status 1" [ "$status" -eq 1 ]
 ok "plan: no room: one line on stderr" lines err 1
