@@ -18,12 +18,12 @@ typedef struct {              // generation
     double weights;           // bytes that a token reads
     KvType type;
     double at_0;              // tokens per second with an empty context
-    double at_depth;          // and with DEPTH tokens; 0: not measured
+    double at_depth;          // and with MEASURED_DEPTH tokens; 0: not measured
     double cache;             // bytes of cache that a token reads there
     const char *commit;
 } MeasuredSpeed;
 
-enum { DEPTH = 131072 };
+enum { MEASURED_DEPTH = 131072 };
 static const double h100_bandwidth = 3.07e12, h100_nominal = 3.35e12;  // bytes/s: as bench measures it; as vendors say
 
 static const MeasuredSpeed measured[] = {
@@ -128,7 +128,7 @@ static void print_shell_word(const char *s) {
 // Prints the row that a speed comes from, and what was measured with drafts and sparse prompts.
 static void print_sources(const Model *m, const MeasuredSpeed *r, const MeasuredDraft *d, const MeasuredPrompt *p) {
     printf("measured on an H100, random weights: %s, %s: %.1f tok/s at 0", r->name, kv_names[r->type], r->at_0);
-    if (r->at_depth > 0) printf(", %.1f at %d", r->at_depth, DEPTH);
+    if (r->at_depth > 0) printf(", %.1f at %d", r->at_depth, MEASURED_DEPTH);
     printf(" (commit %s)\n", r->commit);
     if (r->n_layers != m->config.n_layers) printf("    %s itself was not measured\n", model_name(m));
     if (d)

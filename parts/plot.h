@@ -68,7 +68,7 @@ static char *end_cell(char *at, char **cell, char *next) {
     return at;
 }
 
-// Finds the cells of t->text. Dies if it is no table.
+// Finds the cells of t->text. Dies if it is no table; t->path: its name for errors.
 static void split_table(Table *t) {
     size_t room = 0, n = 0;
     char next = '\n';
@@ -142,7 +142,7 @@ static const Chart charts[] = {                        // without --kind the fir
       true, "ctx" },
     { "memory", "Device memory by context", CONTEXT_AXIS, "device memory, GiB", "ctx", "vram_peak_gb", 1, true, true,
       "ctx" } };
-enum { N_CHARTS = sizeof charts / sizeof *charts, MOST_ROWS = 10000, MOST_PLACES = 64 };
+enum { N_CHARTS = sizeof charts / sizeof *charts, PLOT_ROWS = 10000, MOST_PLACES = 64 };
 #define MOST_NUMBER 1e12
 #define CHART_KINDS "heat|speed|acceptance|drafts|pareto|energy|prompt|memory"
 
@@ -355,7 +355,7 @@ static void put_xml(FILE *f, const char *s) {
 }
 
 // Writes a text; anchor: which of its points is at x, "start", "middle" or "end". It has at most `most` letters.
-static void put_text(FILE *f, double x, double y, int size, const char *anchor, const char *text, size_t most) {
+static void svg_text(FILE *f, double x, double y, int size, const char *anchor, const char *text, size_t most) {
     char cut[256];
     const bool whole = strlen(text) <= most;
     snprintf(cut, sizeof cut, "%.*s%s", (int)(whole ? most : most - 2), text, whole ? "" : "..");
@@ -364,13 +364,20 @@ static void put_text(FILE *f, double x, double y, int size, const char *anchor, 
     fprintf(f, "</text>\n");
 }
 
+// Begins a picture with a title and, in small letters on up to two lines, what else there is to say.
 static void begin_picture(FILE *f, int height, const char *title, const char *more) {
+    enum { MORE_LETTERS = 100 };
+    size_t first = strlen(more);
+    if (first > MORE_LETTERS) for (first = MORE_LETTERS; first && more[first] != ' '; ) first--;
+    char line[MORE_LETTERS + 1];
+    snprintf(line, sizeof line, "%.*s", (int)first, more);
     fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\" "
                "font-family=\"Helvetica, Arial, sans-serif\" fill=\"#222\">\n"
                "<rect width=\"%d\" height=\"%d\" fill=\"white\"/>\n", PIC_WIDTH, height, PIC_WIDTH, height, PIC_WIDTH,
             height);
-    put_text(f, 12, 22, 16, "start", title, 60);
-    put_text(f, 12, 41, 11, "start", more, 100);
+    svg_text(f, 12, 22, 16, "start", title, 60);
+    svg_text(f, 12, 39, 11, "start", line, MORE_LETTERS);
+    if (more[first]) svg_text(f, 12, 52, 11, "start", more + first, MORE_LETTERS);
 }
 
 static void put_y_title(FILE *f, double middle, const char *title) {
@@ -389,7 +396,7 @@ static void put_x_mark(FILE *f, const Axis *x, double v, double *end) {
     const double at = x_pixel(x, v), half = PIC_LETTER * (double)strlen(axis_text(text, v, x->log)) / 2;
     if (at - half < *end + PIC_LETTER) return;
     put_line(f, at, PIC_TOP, at, PIC_TOP + PIC_HEIGHT + 4, "#e4e4e4");
-    put_text(f, at, PIC_TOP + PIC_HEIGHT + 18, 12, "middle", text, 20);
+    svg_text(f, at, PIC_TOP + PIC_HEIGHT + 18, 12, "middle", text, 20);
     *end = at + half;
 }
 
@@ -401,7 +408,7 @@ static void draw_axes(const Plot *p, const Axis *x, const Axis *y) {
     char text[24], title[96];
     for (double v = 0; v <= y->high * 1.0001; v += step) {
         put_line(f, PIC_LEFT - 4, y_pixel(y, v), PIC_WIDTH - PIC_RIGHT, y_pixel(y, v), "#e4e4e4");
-        put_text(f, PIC_LEFT - 8, y_pixel(y, v) + 4, 12, "end", axis_text(text, v, false), 20);
+        svg_text(f, PIC_LEFT - 8, y_pixel(y, v) + 4, 12, "end", axis_text(text, v, false), 20);
     }
     for (double v = 0; !x->log && v <= x->high * 1.0001; v += x_step) put_x_mark(f, x, v, &end);
     for (double next = x->log ? -1 : INFINITY, v = -1; isfinite(next); v = next) {     // where points are, ascending
@@ -412,7 +419,7 @@ static void draw_axes(const Plot *p, const Axis *x, const Axis *y) {
     put_line(f, PIC_LEFT, PIC_TOP, PIC_LEFT, PIC_TOP + PIC_HEIGHT, "#666");
     put_line(f, PIC_LEFT, PIC_TOP + PIC_HEIGHT, PIC_WIDTH - PIC_RIGHT, PIC_TOP + PIC_HEIGHT, "#666");
     snprintf(title, sizeof title, "%s%s", p->chart->x_title, x->log && x->has_zero ? "; 0 stands apart" : "");
-    put_text(f, (PIC_LEFT + PIC_WIDTH - PIC_RIGHT) / 2.0, PIC_TOP + PIC_HEIGHT + 38, 12, "middle", title, 80);
+    svg_text(f, (PIC_LEFT + PIC_WIDTH - PIC_RIGHT) / 2.0, PIC_TOP + PIC_HEIGHT + 38, 12, "middle", title, 80);
     put_y_title(f, PIC_TOP + PIC_HEIGHT / 2.0, p->chart->y_title);
 }
 
@@ -481,7 +488,7 @@ static void draw_legend(const Plot *p, int top) {
         const int x = 12 + width * (c % columns), y = top + LEGEND_LINE * (c / columns);
         if (p->chart->joined) begin_path(p->f, c), fprintf(p->f, "M%d %dh24\"/>\n", x, y);
         put_shape(p->f, c, x + 12, y);
-        put_text(p->f, x + 32, y + 4, 12, "start", p->names[c], (size_t)((width - 36) / PIC_LETTER + 6));
+        svg_text(p->f, x + 32, y + 4, 12, "start", p->names[c], (size_t)((width - 36) / PIC_LETTER + 6));
     }
 }
 
@@ -514,7 +521,7 @@ static void put_heat_cell(FILE *f, double x, double y, double width, double heig
     fprintf(f, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#%02x%02x%02x\"/>\n<g fill=\"%s\">",
             x, y, width - 2, height - 2, (unsigned)c[0], (unsigned)c[1], (unsigned)c[2],
             share < 0.55 ? "white" : "black");
-    put_text(f, x + (width - 2) / 2, y + height / 2 + 3, 12, "middle", text, 20);
+    svg_text(f, x + (width - 2) / 2, y + height / 2 + 3, 12, "middle", text, 20);
     fprintf(f, "</g>\n");
 }
 
@@ -546,36 +553,39 @@ static double heat_share(const Table *t, double length, double depth) {
     return asked > 0 ? right / asked : NAN;
 }
 
-// Draws the table of niah: a row for each length, a column for each depth.
-static void draw_heat_map(Plot *p) {
-    enum { ROW = 30, HEAT_LEFT = 76, BAR = 36 };
+// Draws a table of niah: a row for each length, a column for each depth. more: what else there is to say.
+static void draw_heat_map(FILE *f, const Table *t, const char *more) {
+    enum { HEAT_LEFT = 76, BAR = 36 };
     static const char *const names[] = { "length", "depth", "asked", "right" };
-    const Table *t = p->t;
     for (int k = 0; k < 4; k++) if (table_column(t, names[k]) < 0) die("%s: expected a column '%s'", t->path, names[k]);
     double *lengths = alloc_or_die(t->n_rows, sizeof *lengths), *depths = alloc_or_die(t->n_rows, sizeof *depths);
-    const int n = list_numbers(t, "length", lengths), m = list_numbers(t, "depth", depths), bottom = PIC_TOP + ROW * n;
+    const int n = list_numbers(t, "length", lengths), m = list_numbers(t, "depth", depths);
+    const int height = max_int(30, 120 / max_int(n, 1)), bottom = PIC_TOP + height * n;            // of a row
     const double width = (PIC_WIDTH - HEAT_LEFT - PIC_RIGHT) / (double)m;
+    const int every = 1 + (int)(27 / width);           // of so many columns one is labelled
     if (n > MOST_PLACES || m > MOST_PLACES)
         die("%s: expected at most %d lengths and depths, got %d and %d", t->path, MOST_PLACES, n, m);
     char text[24];
-    begin_picture(p->f, bottom + 92, p->chart->title, base_name(t->path));
+    begin_picture(f, bottom + 92, charts->title, more);
     for (int i = 0; i < n; i++) {
         axis_text(text, lengths[i], true);
-        put_text(p->f, HEAT_LEFT - 8, PIC_TOP + ROW * i + ROW / 2 + 3, 12, "end", text, 20);
+        svg_text(f, HEAT_LEFT - 8, PIC_TOP + height * i + height / 2 + 3, 12, "end", text, 20);
         for (int k = 0; k < m; k++) {
             const double share = heat_share(t, lengths[i], depths[k]);
             snprintf(text, sizeof text, "%.0f", 100 * share);
-            if (isfinite(share)) put_heat_cell(p->f, HEAT_LEFT + width * k, PIC_TOP + ROW * i, width, ROW, share, text);
+            if (every > 1) *text = 0;
+            if (isfinite(share))
+                put_heat_cell(f, HEAT_LEFT + width * k, PIC_TOP + height * i, width, height, share, text);
         }
     }
-    for (int k = 0; k < m; k++)
-        put_text(p->f, HEAT_LEFT + width * (k + 0.5), bottom + 16, 12, "middle", axis_text(text, depths[k], false), 20);
-    put_text(p->f, (HEAT_LEFT + PIC_WIDTH - PIC_RIGHT) / 2.0, bottom + 36, 12, "middle", p->chart->x_title, 80);
-    put_y_title(p->f, PIC_TOP + ROW * n / 2.0, p->chart->y_title);
-    put_text(p->f, HEAT_LEFT, bottom + 70, 12, "start", "found:", 20);
+    for (int k = 0; k < m; k += every)
+        svg_text(f, HEAT_LEFT + width * (k + 0.5), bottom + 16, 12, "middle", axis_text(text, depths[k], false), 20);
+    svg_text(f, (HEAT_LEFT + PIC_WIDTH - PIC_RIGHT) / 2.0, bottom + 36, 12, "middle", charts->x_title, 80);
+    put_y_title(f, PIC_TOP + height * n / 2.0, charts->y_title);
+    svg_text(f, HEAT_LEFT, bottom + 70, 12, "start", "found:", 20);
     for (int k = 0; k <= 4; k++) {
         snprintf(text, sizeof text, "%d", 25 * k);
-        put_heat_cell(p->f, HEAT_LEFT + 44 + BAR * k, bottom + 54, BAR, 24, k / 4.0, text);
+        put_heat_cell(f, HEAT_LEFT + 44 + BAR * k, bottom + 54, BAR, 24, k / 4.0, text);
     }
     free(lengths);
     free(depths);
@@ -587,7 +597,7 @@ static void draw_heat_map(Plot *p) {
 // file; NULL: standard output.
 static void verb_plot(const char *path, const char *kind, const char *out) {
     Table t = read_table(path, "plot");
-    if (t.n_rows > MOST_ROWS) die("%s: expected at most %d rows, got %d", path, MOST_ROWS, t.n_rows);
+    if (t.n_rows > PLOT_ROWS) die("%s: expected at most %d rows, got %d", path, PLOT_ROWS, t.n_rows);
     Plot p = { .t = &t, .chart = choose_chart(&t, kind) };
     char *text = NULL;
     size_t n = 0;
@@ -595,7 +605,7 @@ static void verb_plot(const char *path, const char *kind, const char *out) {
     if (!p.f) die("out of memory for a picture");
     p.points = alloc_or_die(t.n_rows, sizeof *p.points);
     p.n = find_points(&t, p.chart, p.points);
-    if (p.chart == charts) draw_heat_map(&p);
+    if (p.chart == charts) draw_heat_map(p.f, &t, base_name(path));
     else draw_chart(&p);
     fprintf(p.f, "</svg>\n");
     if (ferror(p.f) || fclose(p.f)) die("out of memory for a picture");
