@@ -368,11 +368,11 @@ static int drop_cells(Sweep *w) {
 // Draws the progress line of row i, on a terminal. done, all: work, in tokens; `seconds` have passed.
 static void show_sweep(const Sweep *w, int i, double done, double all, double passed) {
     const SweepCell *c = &w->cells[i];
-    char line[200], left[48] = "";
+    char line[200], drafts[32] = "", left[48] = "";
     if (!isatty(2)) return;
+    if (c->draft_max) snprintf(drafts, sizeof drafts, ", --draft-max %d", c->draft_max);
     if (done > 0) snprintf(left, sizeof left, ", about %.0f s left", ceil(passed / done * (all - done)));
-    snprintf(line, sizeof line, "# row %d of %d: %s, context %d, --draft-max %d%s", i + 1, w->n_cells, c->k, c->ctx,
-             c->draft_max, left);
+    snprintf(line, sizeof line, "# row %d of %d: %s, context %d%s%s", i + 1, w->n_cells, c->k, c->ctx, drafts, left);
     draw_status(line);
 }
 
