@@ -39,11 +39,18 @@ big() { model 26b-a4b-q4_k_m 26b-a4b target q4_k_m; target=$file; model 26b-a4b-
 dense() { model 31b-q4_k_m 31b target q4_k_m; target=$file; model 31b-dflash-q8_0 31b dflash q8_0; dflash=$file
     model 31b-mtp-q4_k_m 31b mtp q4_k_m; mtp=$file; }
 
+# within COMMAND..: runs it as long as the part has time left; else the part ends with status 124.
+within() {
+    left=$((began + limit - $(date +%s)))
+    [ $left -gt 0 ] || exit 124
+    timeout "$left" "$@" || exit
+}
+
 # sweep TABLE FLAGS..: adds the rows of $target that are missing.
 sweep() {
     csv=$out/$1.csv
     shift
-    "$gemma4" sweep "$target" -n 256 -o "$csv" "$@" || exit 1
+    within "$gemma4" sweep "$target" -n 256 -o "$csv" "$@"
 }
 
 # The acceptance per depth at which n drafts give a mean of $2 tokens per step: sum of p^k, k = 1 .. n, is $2 - 1.
@@ -120,7 +127,7 @@ run_part() {
         for how in whole own scorer; do
             [ -s "$out/compress-$how.csv" ] && continue
             case $how in whole) set -- ;; own) set -- --compress 0.1 ;; scorer) set -- --compress 0.1 --scorer "$file" ;; esac
-            "$gemma4" niah "$target" -p 131072 -d 50 -r 2 -o csv "$@" >"$out/compress.part" || exit 1
+            within "$gemma4" niah "$target" -p 131072 -d 50 -r 2 -o csv "$@" >"$out/compress.part"
             mv "$out/compress.part" "$out/compress-$how.csv"
         done ;;
     server)
@@ -128,7 +135,7 @@ run_part() {
         for how in plain mtp; do
             [ -s "$out/server-$how.csv" ] && continue
             case $how in plain) flags= ;; mtp) flags="-md $mtp --spec mtp --draft-max 2" ;; esac
-            tests/bench_server.py "$target" --gemma4 "$gemma4" --flags "$flags" >"$out/server.part" || exit 1
+            within tests/bench_server.py "$target" --gemma4 "$gemma4" --flags "$flags" >"$out/server.part"
             csv_of <"$out/server.part" >"$out/server-$how.csv"
             rm "$out/server.part"
         done ;;
@@ -143,13 +150,13 @@ run_part() {
     esac
 }
 
-if [ "${1:-}" = -part ]; then run_part "$2"; exit; fi
 [ $# -gt 0 ] || { parts; exit; }
 mkdir -p "$out" || exit 1
 [ -s "$out/runs.csv" ] || echo part,date,card,driver,commit >"$out/runs.csv"
 card=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1 | sed 's/, */,/')
 for part in "$@"; do
-    timeout --foreground "$limit" "$0" -part "$part"
+    began=$(date +%s)
+    ( run_part "$part" )
     status=$?
     [ $status -eq 124 ] && echo "$part: not finished after $limit s; the same call continues it" >&2
     [ $status -eq 0 ] || [ $status -eq 124 ] || exit $status
