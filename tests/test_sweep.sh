@@ -98,6 +98,9 @@ printf 'length,depth,needles,asked,right\n1024,0,1,4,4\n1024,100,1,4,0\n65536,0,
 plot "" "$tmp/n.csv"
 is "plot: a heat map" "$(sed -n 's/^<g .*>\([0-9]*\)<\/text>$/\1/p' "$tmp/out" | tr '\n' ' ')" "100 0 25 50 0 25 50 75 100 "
 ok "plot: tokens of the texts" grep -q '>64K</text>' "$tmp/out"
+{ echo ctx,decode_tps; for ctx in 1024 1100 1200 1300 20000 65536 66000 70000 1048576; do echo "$ctx,5"; done; } >"$tmp/near.csv"
+plot speed "$tmp/near.csv"
+ok "plot: contexts that are near each other share a mark" [ "$(grep -c '>[0-9.]*[KM]</text>' "$tmp/out")" -eq 4 ]
 run plot "$tmp/n.csv" -o "$tmp/n.svg"
 ok "plot -o: the file" grep -q '</svg>' "$tmp/n.svg"
 printf '%s\n' "$columns" >"$tmp/empty.csv"
