@@ -216,6 +216,8 @@ amalgamate: $(B)/page.h $(B)/commit.h         ## write build/gemma4.c, everythin
 	@{ cat $(B)/commit.h; tools/amalgamate.sh gemma4.c $(B); } > $(B)/gemma4.c.part && mv -f $(B)/gemma4.c.part $(B)/gemma4.c
 bench: $(B)/gemma4-$(TESTED)    ## time MODEL on this machine: prompt and decode tok/s; leaves ./gemma4 alone
 	@$< bench "$(MODEL)"
+receipts:                       ## write the figures in README.md and docs that come from docs/receipts/*.csv again
+	@tools/receipts.sh
 install:                        ## copy gemma4, its manual page and completions for bash and zsh to DESTDIR and PREFIX
 	@test -x $(BIN) || $(MAKE) all
 	install -d $(patsubst %,"$(SHARED)/%",man/man1 bash-completion/completions zsh/site-functions) "$(DESTDIR)$(PREFIX)/bin"
@@ -229,4 +231,4 @@ help:                           ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 FORCE:
 .DELETE_ON_ERROR:
-.PHONY: test-backend all cpu cuda no-cuda test test-programs asan sanitize fuzz fuzz-programs amalgamate bench install clean help dev FORCE
+.PHONY: receipts test-backend all cpu cuda no-cuda test test-programs asan sanitize fuzz fuzz-programs amalgamate bench install clean help dev FORCE

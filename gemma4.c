@@ -987,10 +987,13 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include BACKEND_FILE
 #endif
 #include "parts/answer.h"
+#include "parts/advice.h"
 #include "parts/text.h"
 #include "parts/convert.h"
 #include "parts/session.h"
 #include "parts/bench.h"
+#include "parts/plot.h"
+#include "parts/sweep.h"
 #include "parts/compress.h"
 #include "parts/niah.h"
 #include "parts/view.h"

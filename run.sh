@@ -157,10 +157,18 @@ fetch() {
     mv "$part" "$file"
 }
 
+# Prints the command line that gemma4 plan recommends for a file in models/ on this machine; nothing before the first build.
+advise() {
+    [ -x "$here/gemma4" ] || return 0
+    line=$("$here/gemma4" plan "$1" 2>/dev/null | sed -n 's/^recommended: gemma4 //p')
+    [ -z "$line" ] || say "recommended here: $here/gemma4 $line; gemma4 plan $1 says why"
+}
+
 case ${1:-} in
 --fetch)
     [ $# -le 2 ] || { say "--fetch: expected one name, got more"; exit 1; }
-    fetch "${2:-}"
+    fetch "${2:-}" || exit 1
+    if [ "${2:-}" = best ]; then advise "$file"; fi
     exit ;;
 -h | --help)
     sed -n '2,7s/^# \{0,1\}//p' "$0"

@@ -18,6 +18,7 @@ typedef enum { FORMAT_MD, FORMAT_CSV, FORMAT_JSON, FORMAT_JSONL, FORMAT_SQL } Fo
 typedef struct {              // drafts that are accepted at random
     float accept_rate[DRAFT_MAX];      // by depth, of drafts whose parents are all accepted
     int   depth;              // drafts in a step; 0: none
+    int   tree;               // tokens of the tree that is made of them; 0: they are a chain
 } Forced;
 
 typedef struct {
@@ -52,28 +53,45 @@ typedef struct {
     int      n_steps, n_made;                          // its steps with drafts; tokens made
 } Bench;
 
-// Makes at least n tokens, in at least one step with drafts. How many drafts are accepted is random. As in sessions, a
-// step is issued before the host knows the result of the last one.
+// Writes the rows of a step whose drafts are a tree of the drafter's last candidates, which follow the token that was
+// sampled at row `last` of the step before.
+static StepSeg bench_tree(Bench *b, int last) {
+    Model *m = b->m;
+    Candidates c;
+    Drafts d = { 0 };
+    read_candidates(m, 0, 1, b->forced.depth, &c);
+    make_tree(&d, &c, b->forced.tree, -INFINITY);
+    m->step_rows[0] = (StepRow){ .token = m->result->chosen[last], .parent = -1, .output = true };
+    for (int k = 0; k < d.n; k++)
+        m->step_rows[1 + k] = (StepRow){ .token = d.token[k], .parent = d.parent[k], .output = true };
+    return (StepSeg){ .seq = 0, .kind = d.branches ? SEG_TREE : SEG_CHAIN, .n = 1 + d.n, .rows = m->step_rows };
+}
+
+// Makes at least n tokens, in at least one step with drafts. How many drafts are accepted is random; of a tree, those
+// of its chain of most likely tokens. As in sessions, a step with a chain is issued before the host knows the result of
+// the last one.
 static void bench_forced(Bench *b, int n) {
     Model *m = b->m;
     const StepResult *v = m->result;
     const int depth = b->forced.depth;
+    const bool ahead = m->ops->fence && !b->forced.tree;               // else a step ends before the next one is issued
     const int32_t seg = 0;
     double began = 0;
     b->draft_seconds = b->verify_seconds = 0;
     b->n_steps = b->n_made = 0;
     for (int pass = 0; b->n_made < n || !b->n_steps; pass++) {     // the first pass has no drafts and makes one token
+        StepSeg next = { .seq = 0, .kind = SEG_CHAIN, .n = 1 + depth, .rows = m->step_rows };
         int accepted = 0;
         while (pass && accepted < depth &&
                random_unit(3, pass * DRAFT_MAX + accepted) < b->forced.accept_rate[accepted]) accepted++;
-        for (int r = 0; r <= depth; r++)
-            m->step_rows[r] = (StepRow){ .token = pass ? ON_DEVICE : b->ids[0], .output = true };
+        m->step_rows[0] = (StepRow){ .token = b->ids[0], .output = true };
         if (!pass) step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1, .rows = m->step_rows }, 1);
         issue_verification(m, &seg, 1, depth, &(int32_t){ 1 + accepted });
-        if (!m->ops->fence) read_result(m);            // a step ends before step() returns, and none is issued ahead
-        for (int r = 0; r <= depth; r++) m->step_rows[r].token = ON_DEVICE;
-        step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = 1 + depth, .rows = m->step_rows }, 1);
-        if (m->ops->fence) read_result(m);
+        if (!ahead) read_result(m);
+        for (int r = 0; r <= depth; r++) m->step_rows[r] = (StepRow){ .token = ON_DEVICE, .output = true };
+        if (b->forced.tree) next = bench_tree(b, accepted);
+        step(m, &next, 1);
+        if (ahead) read_result(m);
         if (pass) {
             b->verify_seconds += v->verified - began;
             b->draft_seconds += v->drafted - v->verified;
@@ -350,6 +368,7 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "launches_per_step", r->per_step }, { "joules_per_token", r->joules },
         { "device_bytes", (double)device_memory(b) },
         { "n_drafted", r->kind == FORCED_TEST ? b->forced.depth : 0 },
+        { "n_tree", r->kind == FORCED_TEST ? b->forced.tree : 0 },
         { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)(b->n_made - 1) / b->n_steps : 0 },
         { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_steps : 0 },
         { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_steps : 0 },
@@ -398,7 +417,9 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     if (kind == PAIR_TEST) at += snprintf(r.name + at, sizeof r.name - (size_t)at, "+tg%d", n - b->n_first);
     if (b->depth)
         snprintf(r.name + at, sizeof r.name - (size_t)at, " @ d%d%s", b->depth, r.filled ? " (random fill)" : "");
-    if (kind == FORCED_TEST) strcat(r.name, " (forced)");
+    if (kind == FORCED_TEST && !b->forced.tree) strcat(r.name, " (forced)");
+    if (kind == FORCED_TEST && b->forced.tree)
+        snprintf(r.name + strlen(r.name), sizeof r.name - strlen(r.name), " (tree %d)", b->forced.tree);
     read_density(m);                                   // resets the counts of blocks
     int64_t launches = 0;                              // up to the last run, in which all steps are recorded already
     for (int i = 0; i < o->n_runs; i++) {
@@ -441,11 +462,11 @@ static void bench_limits(const BenchOptions *b, ModelOptions *o) {
     for (int i = 0; i < b->pair_prompts.count; i++)
         max_n = max_int(max_n, b->pair_prompts.n[i] + b->pair_generated.n[i]);
     for (int i = 0; i < b->rows.count; i++) max_rows = max_int(max_rows, b->rows.n[i]);
-    if (b->forced.depth) max_rows = max_int(max_rows, b->forced.depth + 1);
+    if (b->forced.depth) max_rows = max_int(max_rows, 1 + max_int(b->forced.depth, b->forced.tree));
     for (int i = 0; i < b->depths.count; i++) max_depth = max_int(max_depth, b->depths.n[i]);
     if (max_rows > STEP_ROWS) die("--rows: expected at most %d rows per step, got %d", STEP_ROWS, max_rows);
     if (max_rows) max_n = max_int(max_n, max_rows + VERIFY_STEPS);     // ids that verification steps use
-    if (b->forced.depth) max_n += b->forced.depth + 2;
+    if (b->forced.depth) max_n += max_int(b->forced.depth, b->forced.tree) + 2;
     if (max_depth > MAX_CONTEXT - max_n)
         die("-d: expected at most %d tokens in total, got %d and %d", MAX_CONTEXT, max_depth, max_n);
     o->n_ctx = max_depth + max_n;

@@ -25,6 +25,7 @@ typedef struct {
     size_t l2, memory;        // bytes
     bool   host_memory;       // GPU and host share memory
     bool   starts_early;      // programmatic dependent launch: blocks may start before the previous kernel has ended
+    double bandwidth;         // bytes/s of the memory, as the vendor says; 0: not known
 } Card;
 
 enum { BLOCK_SYSTEM = 1 << 10 };
@@ -33,13 +34,13 @@ enum { BLOCK_SYSTEM = 1 << 10 };
 
 #define CARD_SHARED(kb) (kb) << 10, ((kb) + 1) << 10
 #define CARD_BYTES(l2_mb, memory_gb) (size_t)(l2_mb) << 20, (size_t)(memory_gb) << 30
-static const Card cards[] = {  // name, compute capability, SMs, shared memory, threads, registers, L2 and memory
-    { "h100",    9, 0, 132, CARD_SHARED(227), 2048, 65536, CARD_BYTES(50, 80),  false, true  },
-    { "a100",    8, 0, 108, CARD_SHARED(163), 2048, 65536, CARD_BYTES(40, 40),  false, false },
-    { "rtx3090", 8, 6, 82,  CARD_SHARED(99),  1536, 65536, CARD_BYTES(6, 24),   false, false },
-    { "rtx4090", 8, 9, 128, CARD_SHARED(99),  1536, 65536, CARD_BYTES(72, 24),  false, false },
-    { "rtx5090", 12, 0, 170, CARD_SHARED(99), 1536, 65536, CARD_BYTES(96, 32),  false, true  },
-    { "gb10",    12, 1, 48, CARD_SHARED(99),  1536, 65536, CARD_BYTES(24, 128), true,  true  },
+static const Card cards[] = {  // name, capability, SMs, shared memory, threads, registers, L2 and memory, .., bandwidth
+    { "h100",    9, 0, 132, CARD_SHARED(227), 2048, 65536, CARD_BYTES(50, 80), false, true, 3350e9 },
+    { "a100",    8, 0, 108, CARD_SHARED(163), 2048, 65536, CARD_BYTES(40, 40), false, false, 1555e9 },
+    { "rtx3090", 8, 6, 82,  CARD_SHARED(99),  1536, 65536, CARD_BYTES(6, 24), false, false, 936e9 },
+    { "rtx4090", 8, 9, 128, CARD_SHARED(99),  1536, 65536, CARD_BYTES(72, 24), false, false, 1008e9 },
+    { "rtx5090", 12, 0, 170, CARD_SHARED(99), 1536, 65536, CARD_BYTES(96, 32), false, true, 1792e9 },
+    { "gb10",    12, 1, 48, CARD_SHARED(99),  1536, 65536, CARD_BYTES(24, 128), true, true, 273e9 },
 };
 #undef CARD_SHARED
 #undef CARD_BYTES

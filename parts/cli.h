@@ -190,6 +190,9 @@ static Forced parse_forced(const Flags *f) {
         at = end;
     }
     forced.depth = f->draft_max ? (int)f->draft_max : n;
+    forced.tree = (int)f->tree;
+    if (forced.tree && forced.tree < forced.depth)
+        die("--tree: expected at least --draft-max, %d, which is its longest path; got %d", forced.depth, forced.tree);
     for (; n < forced.depth; n++) forced.accept_rate[n] = forced.accept_rate[n - 1];
     return forced;
 }
@@ -659,6 +662,8 @@ static bool run_file_verb(const Flags *f) {
         verb_detokenize(f->model, f->ids);
     } else if (f->verb == VIEW) {
         verb_view(f->model, (int)f->last);
+    } else if (f->verb == PLOT) {
+        verb_plot(f->model, f->kind, f->out);
     } else if (f->verb == QUANTIZE) {
         if (!f->type) die("quantize: expected three arguments: IN OUT.gguf TYPE");
         verb_quantize(f->model, f->target, f->type);
@@ -741,6 +746,7 @@ static void run_bench(const Flags *f, const Ops *ops) {
     }
     if (!has_test(&b.prompts) && !has_test(&b.generated) && !has_test(&b.rows) && !b.pair_prompts.count)
         die("bench: nothing to measure: -p and -n are 0; try -p 512 -n 128");
+    if (f->tree && !f->force) die("--tree needs --spec-force; try --spec-force 0.7 -md FILE");
     const int n = threads.count * k.n * v.n * drafters.n;
     for (int i = 0; i < n; i++) {
         Flags one = *f;
@@ -749,7 +755,7 @@ static void run_bench(const Flags *f, const Ops *ops) {
         one.v_type = v.text[i / threads.count / k.n % v.n];
         one.drafter = drafters.text[i / threads.count / k.n / v.n];
         ModelOptions o = plan_options(&one);
-        plan_drafting(&one, &o, 1);
+        plan_drafting(&one, &o, f->tree ? DRAFT_WIDTH : 1);
         b.forced = parse_forced(&one);
         b.is_last = i + 1 == n;
         if (f->force) o.draft_depth = b.forced.depth;
@@ -759,6 +765,65 @@ static void run_bench(const Flags *f, const Ops *ops) {
                     one.drafter ? " -md " : "", one.drafter ? one.drafter : "");
         b.n_printed = verb_bench(f->model, ops, o, &b);
     }
+}
+
+// The numbers of a list, each from 1 on, or 0 if that is allowed, and at most DRAFT_MAX.
+static IntList parse_drafts(const char *flag, const char *text, int otherwise, int least) {
+    const IntList list = parse_list(flag, text, otherwise);
+    for (int i = 0; i < list.count; i++)
+        if (list.n[i] < least || list.n[i] > DRAFT_MAX)
+            die("%s: expected integers from %d to %d, got '%s'", flag, least, DRAFT_MAX, text);
+    return list;
+}
+
+// What the flags say of all rows of a sweep, in a column of its file: " cpu t=2 vram=24". The caller frees it.
+static char *sweep_settings(const Flags *f, const Ops *ops) {
+    const struct { const char *name; double value; } numbers[] = {
+        { "t", ops->on_host ? count_threads() : 0 }, { "vram", f->memory }, { "kv_tail", f->tail },
+        { "pflash", f->pflash }, { "pflash_density", f->pflash_density },
+        { "pflash_from", (f->pflash > 0) * f->pflash_from } };
+    const char *const words[][2] = { { "kv_swa", f->ring_type }, { "kv_layout", f->kv_layout },
+                                     { "place", tensor_places(f) },
+                                     { "text", f->prompt_file ? base_name(f->prompt_file) : NULL } };
+    char *text = NULL;
+    size_t n;
+    FILE *out = open_memstream(&text, &n);
+    if (!out) die("out of memory for the flags");
+    fprintf(out, " %s", ops->name);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (numbers[i].value > 0) fprintf(out, " %s=%g", numbers[i].name, numbers[i].value);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (words[i][1]) fprintf(out, " %s=%s", words[i][0], words[i][1]);
+    if (*card_name(ops)) fputc(' ', out);
+    for (const char *c = card_name(ops); *c; c++) fputc(*c == ' ' ? '_' : *c, out);
+    if (fclose(out)) die("out of memory for the flags");
+    return text;
+}
+
+static void run_sweep(const Flags *f, const Ops *ops, ModelOptions o) {
+    Flags first = *f;                                  // of the lists, the first words
+    size_t n = 0;
+    char *text = f->prompt_file ? read_prompt(f, &n) : NULL, *settings = sweep_settings(f, ops);
+    SweepOptions s = { .k_types = split_words("-ctk", f->k_types ? f->k_types : "f16", KV_TYPES),
+                       .v_types = split_words("-ctv", f->v_types, KV_TYPES),
+                       .drafters = split_words("-md", f->drafters, NULL), .depths = parse_list("-d", f->depths, 512),
+                       .draft_max = parse_drafts("--draft-max", f->draft_maxes, 4, 1),
+                       .trees = parse_drafts("--tree", f->trees, 0, 0), .force = f->force, .out = f->out,
+                       .n = f->n_predict < 0 ? 128 : (int)f->n_predict, .random_fill = is_choice(f->fill, "random"),
+                       .text = text, .n_text = n, .settings = settings };
+    if ((f->draft_maxes || f->trees) && !f->drafters)
+        die("%s needs a draft model; try -md FILE", f->draft_maxes ? "--draft-max" : "--tree");
+    for (int i = 0; i < s.drafters.n; i++)
+        if (s.drafters.text[i] && !strcmp(s.drafters.text[i], "none")) s.drafters.text[i] = NULL;
+    for (int i = 0; i < s.depths.count; i++)
+        if (s.depths.n[i] > MAX_CONTEXT - s.n - 2 * STEP_ROWS)
+            die("-d: expected at most %d tokens, got %d", MAX_CONTEXT - s.n - 2 * STEP_ROWS, s.depths.n[i]);
+    first.drafter = f->drafters;
+    first.draft_max = DRAFT_MAX;
+    s.forced = parse_forced(&first);
+    verb_sweep(f->model, ops, o, &s);
+    free(settings);
+    free(text);
 }
 
 // The most threads that any run needs; 0: one per core.
@@ -840,12 +905,13 @@ static int command_line(int argc, char **argv) {
     const uint16_t one = 1;
     if (*(const uint8_t *)&one != 1) die("gemma4 needs a little-endian machine");
     if (!f.model && f.verb == VIEW) die("expected the folder of a dump; try gemma4 view DIR >page.html");
+    if (!f.model && f.verb == PLOT) die("expected a table of measurements; try gemma4 plot FILE.csv -o out.svg");
     for (size_t k = 0; k < N_VERBS && !f.model; k++)
         if (verbs[k].verb == f.verb)
             die("expected a model file; try gemma4 %s %s, or gemma4 %s --help", verbs[k].name, verbs[k].arguments,
                 verbs[k].name);
     if (!f.model) die("expected a model file; try gemma4 MODEL.gguf -p \"Hello\", or --help");
-    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN | VIEW))) start_threads(threads_to_start(&f));
+    if (!(f.verb & (TOKENIZE | DETOKENIZE | PLAN | VIEW | PLOT))) start_threads(threads_to_start(&f));
     if (run_file_verb(&f)) return 0;
 
     const Ops *ops = choose_ops(&f);
@@ -856,6 +922,7 @@ static int command_line(int argc, char **argv) {
     case SERVE: verb_serve(&f, ops, o); break;
     case PLAN:  verb_plan(f.model, ops, o); break;
     case BENCH: run_bench(&f, ops); break;
+    case SWEEP: run_sweep(&f, ops, o); break;
     case NIAH:  run_niah(&f, ops, o); break;
     case CHECK: status = verb_check(f.model, ops, judge, o); break;
     case PPL:   status = run_ppl(&f, ops, o); break;

@@ -858,8 +858,8 @@ static void issue_draft(Model *m, const int32_t *segs, int n, int depth) {
 
 // ==== [5] Verification ==============================================================================================
 
-// Fills s.last and s.walked as if forced[i] rows of segment i, all chains in which every row is an output row, had been
-// accepted.
+// Fills s.last, s.walked and s.path as if the first forced[i] rows of segment i, in which every row is an output row,
+// had been accepted. In a tree they have to follow each other.
 static void force_acceptance(Model *m, const int32_t *forced) {
     const size_t n_seqs = (size_t)m->options.n_seqs;
     int32_t last_and_walked[2 * MAX_SESSIONS] = { 0 };
@@ -868,6 +868,11 @@ static void force_acceptance(Model *m, const int32_t *forced) {
         last_and_walked[n_seqs + (size_t)i] = forced[i];
     }
     m->ops->copy(&(Copy){ m->s.last, last_and_walked, 2 * n_seqs * sizeof *last_and_walked, COPY_IN });
+    int32_t path[STEP_ROWS];
+    for (int r = 0; r < STEP_ROWS; r++) path[r] = r;
+    for (int i = 0; i < m->step.n_segs; i++)
+        if (m->step.segs[i].kind == SEG_TREE)
+            m->ops->copy(&(Copy){ m->s.path + (size_t)i * STEP_ROWS, path, sizeof path, COPY_IN });
 }
 
 // Issues the rest of a step that has drafts, or that drafts follow: samples a token at every output row, accepts drafts

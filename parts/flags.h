@@ -30,7 +30,8 @@
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
     SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH,
-    VIEW = 2048, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL, ANY = 4095
+    VIEW = 2048, SWEEP = 4096, PLOT = 8192, MEASURES = BENCH | SWEEP, RUNS = GENERATE | LOGITS,
+    PLANS = RUNS | SERVE | PLAN | PPL, ANY = 16383
 } Verb;
 
 static const struct { const char *name; Verb verb; const char *arguments, *help; } verbs[] = {
@@ -38,6 +39,9 @@ static const struct { const char *name; Verb verb; const char *arguments, *help;
       "OpenAI-compatible HTTP server with a chat page; docs/server.md" },
     { "plan", PLAN, "MODEL.gguf [-c N] [--card NAME]", "memory that each context size needs" },
     { "bench", BENCH, "MODEL.gguf [-p N,..] [-n N,..]", "tokens per second, as llama-bench measures them" },
+    { "sweep", SWEEP, "MODEL.gguf [-ctk TYPE,..] [-md FILE,..] [-d N,..] [-o FILE]",
+      "times and energy of all combinations of cache types, draft models and contexts, as CSV" },
+    { "plot", PLOT, "FILE.csv [-o OUT.svg] [--kind NAME]", "a picture of what sweep or niah -o csv has measured" },
     { "ppl", PPL, "MODEL.gguf -f FILE", "perplexity, as llama-perplexity computes it; --kld: KL divergence" },
     { "niah", NIAH, "MODEL.gguf [-p N,..]", "needle-in-a-haystack test" },
     { "check", CHECK, "MODEL.gguf", "compare the GPU with the CPU (--against), checkpoint by checkpoint" },
@@ -57,9 +61,10 @@ typedef struct {
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
     const char *prompts, *generated, *rows, *depths, *threads;         // bench: lists of numbers
-    const char *k_types, *v_types, *drafters;   // bench: lists of words
+    const char *k_types, *v_types, *drafters;   // bench, sweep: lists of words
+    const char *draft_maxes, *trees;            // sweep: lists of numbers
     TextList pairs;
-    const char *fill, *svg, *scorer, *card, *backend;
+    const char *fill, *svg, *scorer, *card, *backend, *kind;
     const char *host, *api_key, *api_key_file, *alias, *session_dir, *public_url;      // serve
     double port, parallel, chunk, queue, timeout, max_body, request_memory, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
@@ -93,7 +98,7 @@ typedef struct {
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0,
       "model file or Hugging Face folder, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1,
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | CHECK | QUANTIZE | PPL | NIAH | SWEEP, FIELD(n_threads), 1,
       MAX_THREADS, "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file before the start and reject NaN or Inf weights; default: off" },
@@ -177,7 +182,7 @@ static const Flag flags[] = {
       "maximum draft tokens per step; default: 16 for ngram, 4 for mtp, the block size for dflash" },
     { "--draft-min-p", "--draft-p-min --spec-draft-p-min", "P", FLAG_REAL, ANSWERS, FIELD(draft_min_p), 0, 1,
       "stop drafting after a token whose draft probability is below P; default 0: off" },
-    { "--tree", "--spec-tree", "N", FLAG_INT, ANSWERS, FIELD(tree), 1, DRAFT_MAX,
+    { "--tree", "--spec-tree", "N", FLAG_INT, ANSWERS | BENCH, FIELD(tree), 1, DRAFT_MAX,
       "draft a tree of up to N tokens, the most likely ones; default: a chain" },
     { "--lazy-draft", NULL, NULL, FLAG_ON, DRAFTS, FIELD(lazy_draft), 0, 0,
       "load the draft model's weights at first use; its memory is reserved at start; default: off" },
@@ -191,19 +196,19 @@ static const Flag flags[] = {
     { "-ctv", "--cache-type-v", KV_TYPES, FLAG_CHOICE, PLANS | CHECK | NIAH, FIELD(v_type), 0, 0,
       "KV cache type of V, global layers; if K and V are stored as one, another type than K's needs --kv-layout "
       "untied; default: K's type" },
-    { "--kv-swa", NULL, KV_TYPES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(ring_type), 0, 0,
+    { "--kv-swa", NULL, KV_TYPES, FLAG_CHOICE, PLANS | MEASURES | CHECK | NIAH, FIELD(ring_type), 0, 0,
       "KV cache type of sliding-window layers; default f16, or f32 with -ctk f32" },
-    { "--kv-tail", NULL, "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(tail), 0, MAX_CONTEXT,
+    { "--kv-tail", NULL, "N", FLAG_INT, PLANS | MEASURES | CHECK | NIAH, FIELD(tail), 0, MAX_CONTEXT,
       "keep the newest N tokens of quantized global layers in f16 too; default 0" },
-    { "--kv-layout", NULL, "tied|untied", FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(kv_layout), 0, 0,
+    { "--kv-layout", NULL, "tied|untied", FLAG_CHOICE, PLANS | MEASURES | CHECK | NIAH, FIELD(kv_layout), 0, 0,
       "tied (default): where V is the K projection, global layers store both once; untied: K and V separately" },
-    { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash), 0, 1,
+    { "--pflash", NULL, "[ALPHA]", FLAG_MAYBE, ANSWERS | PLAN | PPL | MEASURES | NIAH, FIELD(pflash), 0, 1,
       "sparse attention for long prompts, lossy: in global layers, 64 tokens attend to the first, the nearest and "
       "those 128-token blocks that score at least ALPHA x the best; 1: all blocks; default 0: off; without a number "
       PFLASH_ALPHA_TEXT },
-    { "--pflash-from", NULL, "N", FLAG_INT, ANSWERS | PLAN | PPL | BENCH | NIAH, FIELD(pflash_from), 0, MAX_CONTEXT,
+    { "--pflash-from", NULL, "N", FLAG_INT, ANSWERS | PLAN | PPL | MEASURES | NIAH, FIELD(pflash_from), 0, MAX_CONTEXT,
       "prompts that end before token N stay dense; default 16384" },
-    { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH | NIAH, FIELD(pflash_density), 0, 100,
+    { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | MEASURES | NIAH, FIELD(pflash_density), 0, 100,
       "for measurements: attend to this percentage of the blocks, best scores first; default 0: --pflash decides" },
     { "--compress", NULL, "R", FLAG_REAL, GENERATE | NIAH, FIELD(compress), 0.001, 0.999,
       "prompt compression, lossy: keep this fraction of the tokens of a long prompt (chat: message), those its end "
@@ -213,20 +218,20 @@ static const Flag flags[] = {
       "itself" },
     { "--against", NULL, "cpu|reference", FLAG_CHOICE, CHECK, FIELD(against), 0, 0,
       "compare with this; reference: plain loops, slow on large files; default cpu" },
-    { "--backend", NULL, BACKENDS, FLAG_CHOICE, RUNS | PLANS | BENCH | CHECK | PPL | NIAH,
+    { "--backend", NULL, BACKENDS, FLAG_CHOICE, RUNS | PLANS | MEASURES | CHECK | PPL | NIAH,
       FIELD(backend), 0, 0,
       "cuda: fast kernels for GPUs; plain: plain kernels, for reading and for older GPUs; cpu; reference: plain loops; "
       "default: the first of cuda, plain and cpu that works here" },
-    { "--vram", NULL, "G", FLAG_REAL, PLANS | BENCH | NIAH, FIELD(memory), 0.001, 1e6,
+    { "--vram", NULL, "G", FLAG_REAL, PLANS | MEASURES | NIAH, FIELD(memory), 0.001, 1e6,
       "plan as if the device had G GiB of memory, and stop if that is not enough; default: free memory" },
-    { "--cpu-moe", "-cmoe", NULL, FLAG_ON, PLANS | BENCH | CHECK | NIAH, FIELD(cpu_moe), 0, 0,
+    { "--cpu-moe", "-cmoe", NULL, FLAG_ON, PLANS | MEASURES | CHECK | NIAH, FIELD(cpu_moe), 0, 0,
       "keep the experts of all layers in host memory, where the GPU reads them; default: those that do not fit on it" },
-    { "--n-cpu-moe", "-ncmoe", "N", FLAG_INT, PLANS | BENCH | CHECK | NIAH, FIELD(n_cpu_moe), 0, 1000,
+    { "--n-cpu-moe", "-ncmoe", "N", FLAG_INT, PLANS | MEASURES | CHECK | NIAH, FIELD(n_cpu_moe), 0, 1000,
       "keep the experts of the first N layers in host memory; default: as above" },
-    { "--override-tensor", "-ot", "REGEX=CPU|GPU,..", FLAG_LIST, PLANS | BENCH | CHECK | NIAH, FIELD(places), 0, 0,
+    { "--override-tensor", "-ot", "REGEX=CPU|GPU,..", FLAG_LIST, PLANS | MEASURES | CHECK | NIAH, FIELD(places), 0, 0,
       "keep those matrices of layers in host memory, or on the GPU, whose names the regular expression fits; may be "
       "repeated; default: as above" },
-    { "--card", NULL, CARD_NAMES, FLAG_CHOICE, PLANS | BENCH | CHECK | NIAH, FIELD(card), 0, 0,
+    { "--card", NULL, CARD_NAMES, FLAG_CHOICE, PLANS | MEASURES | CHECK | NIAH, FIELD(card), 0, 0,
       "treat the GPU as this one: launch sizes and memory, never more than it has; plan needs no GPU; default: the "
       "GPU as it is" },
     { "--show-thoughts", NULL, NULL, FLAG_ON, GENERATE, FIELD(show_thoughts), 0, 0,
@@ -273,9 +278,9 @@ static const Flag flags[] = {
       "a test of P prompt tokens and then G generated ones; may be repeated; default: none" },
     { "-t", "--threads", "N,..", FLAG_TEXT, BENCH, FIELD(threads), 0, 0,
       "CPU threads; of several values, here and below, all combinations are measured; default: one per core" },
-    { "-ctk", "--cache-type-k", "TYPE,..", FLAG_TEXT, BENCH, FIELD(k_types), 0, 0,
+    { "-ctk", "--cache-type-k", "TYPE,..", FLAG_TEXT, MEASURES, FIELD(k_types), 0, 0,
       "KV cache types of K, global layers: " KV_TYPES "; default f16" },
-    { "-ctv", "--cache-type-v", "TYPE,..", FLAG_TEXT, BENCH, FIELD(v_types), 0, 0,
+    { "-ctv", "--cache-type-v", "TYPE,..", FLAG_TEXT, MEASURES, FIELD(v_types), 0, 0,
       "KV cache types of V; default: K's type" },
     { "-md", "--model-draft --spec-draft-model", "FILE,..", FLAG_TEXT, BENCH, FIELD(drafters), 0, 0,
       "draft models, for --spec-force; default: none" },
@@ -283,12 +288,29 @@ static const Flag flags[] = {
       "verification steps of N rows, 1 to 64, repeated at the same depth; default 0: none" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
       "tokens already in the context; default 0" },
-    { "--spec-force", NULL, "P,..", FLAG_TEXT, BENCH, FIELD(force), 0, 0,
+    { "--spec-force", NULL, "P,..", FLAG_TEXT, MEASURES, FIELD(force), 0, 0,
       "with -md, accept drafts at random with probability P per depth, the last P beyond, to measure the "
-      "cost of drafting; default: no drafting" },
-    { "--fill", NULL, "prompt|random", FLAG_CHOICE, BENCH, FIELD(fill), 0, 0,
+      "cost of drafting; default: no drafting; sweep: drafts are verified" },
+    { "--fill", NULL, "prompt|random", FLAG_CHOICE, MEASURES, FIELD(fill), 0, 0,
       "how these tokens get there: prompt (default): they are processed; random: random cache rows, which is "
       "quick" },
+    { "-d", "--n-depth", "N,..", FLAG_TEXT, SWEEP, FIELD(depths), 0, 0,
+      "tokens of the prompt; default 512; 0: none" },
+    { "-n", "--n-gen", "N", FLAG_INT, SWEEP, FIELD(n_predict), 1, MAX_CONTEXT, "tokens to generate; default 128" },
+    { "-md", "--model-draft --spec-draft-model", "FILE,..", FLAG_TEXT, SWEEP, FIELD(drafters), 0, 0,
+      "draft models; none among them: rows without one; default: none" },
+    { "--draft-max", "--draft --draft-n --spec-draft-n-max", "N,..", FLAG_TEXT, SWEEP, FIELD(draft_maxes), 0, 0,
+      "draft tokens per step, with -md; default 4" },
+    { "--tree", "--spec-tree", "N,..", FLAG_TEXT, SWEEP, FIELD(trees), 0, 0,
+      "draft trees of N tokens, with -md; default 0: chains" },
+    { "-f", "--file", "FILE", FLAG_TEXT, SWEEP, FIELD(prompt_file), 0, 0,
+      "the prompts are the beginning of this text; default: random tokens" },
+    { "-o", "--output", "FILE", FLAG_TEXT, SWEEP, FIELD(out), 0, 0,
+      "write the rows to this file; rows that it has already are skipped; default: standard output" },
+    { "--kind", NULL, CHART_KINDS, FLAG_CHOICE, PLOT, FIELD(kind), 0, 0,
+      "what the picture shows; default: the first that the table has data for" },
+    { "-o", "--output", "FILE", FLAG_TEXT, PLOT, FIELD(out), 0, 0,
+      "write the picture (SVG) to this file; default: standard output" },
     { "-r", "--repetitions", "N", FLAG_INT, BENCH, FIELD(n_runs), 1, 1000,
       "repetitions of each test; default 5" },
     { "-o", "--output", "md|csv|json|jsonl|sql", FLAG_CHOICE, BENCH, FIELD(out), 0, 0, "output format; default md" },

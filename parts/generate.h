@@ -731,11 +731,10 @@ static void draft(Session *s, int rows) {
     s->turn.drafts.draft_seconds += seconds() - start;
 }
 
-// Takes what the drafter has proposed after segment i of n, for the next step of this session.
-static void take_candidates(Session *s, int i, int n, int depth) {
-    const StepResult *v = s->m->result;
-    Candidates *c = &s->speculator.candidates;
-    const int width = s->m->options.draft_width;
+// Reads what the drafter has proposed after segment i of n: its best tokens at each depth.
+static void read_candidates(const Model *m, int i, int n, int depth, Candidates *c) {
+    const StepResult *v = m->result;
+    const int width = m->options.draft_width;
     c->depth = depth, c->width = width;
     for (int d = 0; d < depth; d++)
         for (int k = 0; k < width; k++) {
@@ -916,7 +915,8 @@ static bool finish_steps(Session *const *sessions, StepSeg *segs, int n, bool dr
         read_result(m);
         if (n == 1 && n_rows <= STEP_ROWS) add_step_of(sessions[0], n_rows, in_time, v->verified - start);
         if (n_drafting == 1 && !late) add_draft_time(m->pace, drafter_of(m), depth, v->drafted - v->verified);
-        for (int k = 0; k < n_drafting; k++) take_candidates(sessions[drafting[k]], k, n_drafting, depth);
+        for (int k = 0; k < n_drafting; k++)
+            read_candidates(m, k, n_drafting, depth, &sessions[drafting[k]]->speculator.candidates);
         return ahead;
     }
     for (int i = 0; i < n; i++) v->accepted[i] = segs[i].n;

@@ -1,6 +1,6 @@
 /* niah.h - needle-in-a-haystack test: verb_niah() puts codes into long texts and asks the model for them.
  *
- * Uses engine.h and compress.h. Begin with verb_niah().
+ * Uses engine.h, compress.h and plot.h (the heat map). Begin with verb_niah().
  *
  * A text is prose of a given number of tokens, made up or from a file, in a user's turn. It contains sentences "The
  * secret code of NAME is 12345."; after the text the turn asks for one of them. The answer is greedy, without thoughts,
@@ -262,50 +262,27 @@ static void print_niah_total(const Niah *t) {
     flush_output();
 }
 
-static void print_xml(FILE *f, const char *s) {
-    for (; *s; s++) {
-        if (*s == '&' || *s == '<') fputs(*s == '&' ? "&amp;" : "&lt;", f);
-        else fputc(*s, f);
-    }
-}
-
-// Draws the table: a row for each length, a column for each depth, from red (none found) over yellow to green (all).
+// Draws the table as gemma4 plot does.
 static void write_heat_map(Niah *t) {
-    enum { W = 64, H = 34, LEFT = 84, TOP = 64 };
     const NiahOptions *o = t->o;
-    const int width = LEFT + W * o->depths.count + 20, height = TOP + H * o->lengths.count + 24;
-    char setting[400];
-    char *text = NULL;
+    char setting[400], *text = NULL;
+    Table table = { .path = "--svg" };
     size_t n = 0;
-    FILE *f = open_memstream(&text, &n);
+    FILE *f = open_memstream(&table.text, &n);
     if (!f) die("out of memory for --svg");
+    fprintf(f, "length,depth,asked,right\n");
+    for (int l = 0; l < o->lengths.count; l++)
+        for (int d = 0; d < o->depths.count; d++)
+            fprintf(f, "%d,%d,%d,%d\n", o->lengths.n[l], o->depths.n[d], t->cells[l][d].asked, t->cells[l][d].right);
+    if (fclose(f) || !(f = open_memstream(&text, &n))) die("out of memory for --svg");
+    split_table(&table);
     niah_setting(t, setting, sizeof setting);
-    fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" "
-            "font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n"
-            "<text x=\"10\" y=\"20\" font-size=\"11\">",
-            max_int(max_int(width, 450), 20 + 6 * (int)strlen(setting)), height);
-    print_xml(f, setting);
-    fprintf(f, "</text>\n<text x=\"10\" y=\"38\">percent of needles found; columns: depth of the %sneedle in the "
-               "text</text>\n"
-            "<text x=\"10\" y=\"%d\">tokens</text>\n", o->n_needles > 1 ? "first " : "", TOP - 6);
-    for (int d = 0; d < o->depths.count; d++)
-        fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%d %%</text>\n", LEFT + W * d + W / 2, TOP - 6,
-                o->depths.n[d]);
-    for (int l = 0; l < o->lengths.count; l++) {
-        const int y = TOP + H * l;
-        fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"end\">%d</text>\n", LEFT - 8, y + H / 2 + 4, o->lengths.n[l]);
-        for (int d = 0; d < o->depths.count; d++) {
-            const double share = niah_share(&t->cells[l][d]);
-            fprintf(f, "<rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\" fill=\"hsl(%.0f,65%%,68%%)\"/>\n"
-                    "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%.0f</text>\n", LEFT + W * d + 1, y + 1, W - 2,
-                        H - 2,
-                    1.2 * share, LEFT + W * d + W / 2, y + H / 2 + 4, share);
-        }
-    }
+    draw_heat_map(f, &table, setting);
     fprintf(f, "</svg>\n");
     if (ferror(f) || fclose(f)) die("out of memory for --svg");
     const int err = finish_output(&t->svg, write_output(&t->svg, text, n));
     if (err) die_output("--svg", &t->svg, err);
+    free_table(&table);
     free(text);
 }
 

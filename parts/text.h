@@ -487,6 +487,7 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
     if (!o.memory) printf("free         %9.3f GiB of %.3f\n", (double)free_bytes / gib, (double)total / gib);
     printf("largest context that fits: %d%s\n\n", most, most == trained ? ", the trained length" : "");
     print_contexts(m, budget);
+    print_advice(m, o.n_ctx > 0 ? o.n_ctx : trained, budget);
     flush_output();
     if (fit_context(m, n_ctx, budget) > budget) die_no_room(m);
     free_model(m);

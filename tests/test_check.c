@@ -1,6 +1,7 @@
 /* test_check.c - gemma4 check (parts/bench.h [2]): a correct backend passes with several types of cache; an error of
  * 1 % in one operation of one layer is named at its layer and fails; so is an expert that is not among the best, while
- * two experts that tie may change places, and the key of a row may be off by what an int8 code brings. */
+ * two experts that tie may change places, and the key of a row may be off by what an int8 code brings. And the energy
+ * that gemma4 sweep reports, on a device that reports some. */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -127,6 +128,26 @@ static void test_divergence(void) {
     CHECK(fabs(got - want) < 1e-6, "divergence of known distributions: %g, expected %g", got, want);
 }
 
+static double count_joules(void) {                     // of a device that uses 7 J between two readings
+    static int n;
+    return 7.0 * n++;
+}
+
+static void test_energy(const char *model) {
+    Ops ops = *cpu_ops();
+    const SweepOptions o = { .n = 4 };
+    const SweepCell cell = { .k = "f16", .ctx = 70 };
+    ops.joules = count_joules;
+    const Sweep w = { .model = model, .ops = &ops, .o = &o,
+                      .options = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1 } };
+    const SweepResult r = measure_cell(&w, &cell);
+    CHECK(r.made == 4, "sweep: expected 4 tokens, got %d", r.made);
+    CHECK(r.prefill_joules == 7 && r.decode_joules == 7, "sweep: expected 7 J and 7 J, got %g and %g",
+          r.prefill_joules, r.decode_joules);
+    CHECK(isnan(r.vram) && isnan(r.al), "sweep: expected no memory and no acceptance, got %g and %g", r.vram, r.al);
+    CHECK(isnan(joules_between(5, 5)), "sweep: expected no energy if the counter did not move");
+}
+
 int main(void) {
     static const char moe[] = "models/gemma4-mini-q8_0.gguf", dense[] = "models/gemma4-mini-e-q8_0.gguf";
     static const KvType types[] = { KV_F32, KV_F16, KV_Q8_0, KV_TQ3 };
@@ -145,5 +166,6 @@ int main(void) {
     passes(moe, cpu_ops(), KV_F32, KEY_JUMP);
     passes(dense, cpu_ops(), KV_F32, KEY_JUMP);
     test_divergence();
+    test_energy(moe);
     return test_done("check");
 }

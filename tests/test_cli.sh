@@ -316,12 +316,12 @@ error prompt.txt tokenize "$tmp/prompt.txt" -p hi
 run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
-for word in logits tokenize detokenize quantize plan view ppl check niah serve bench model prompt sampling "structured output" \
+for word in logits tokenize detokenize quantize plan view ppl check niah serve bench sweep plot model prompt sampling "structured output" \
     "speculative decoding" "KV cache" device output; do
     ok "--help names $word" grep -qE -e "(^|[^a-z-])$word([^a-z-]|\$)" "$tmp/out"
 done
 # Every flag, with each of its names, with a valid and an invalid value. A flag that is missing here fails the test.
-for verb in "" serve plan bench ppl niah check quantize tokenize detokenize logits view; do
+for verb in "" serve plan bench sweep plot ppl niah check quantize tokenize detokenize logits view; do
     # shellcheck disable=SC2086  # no command is no word
     run $verb --help
     ok "$verb --help: exits 0" [ "$status" -eq 0 ]
@@ -338,6 +338,7 @@ ok "--help: each flag says its default but --model, --help and --version" lines 
 printf '[]' >"$tmp/no-tools.json"
 drafter=models/gemma4-mini-mtp-q8_0.gguf
 printf '\002\000\000\000' >"$tmp/bos.i32"
+printf 'ctx,decode_tps\n1024,3\n2048,2\n' >"$tmp/table.csv"
 while read -r names; do
     for flag in $names; do
         verb='' plain="-p hi -n 2 --temp 0" good='' bad='' file=$model
@@ -360,6 +361,7 @@ while read -r names; do
         "-d --depth ") verb=niah plain="-p 256 -r 1" good=50 bad=101 ;;
         "--needles ") verb=niah plain="-p 256 -d 50 -r 1" good=2 bad=0 ;;
         "--svg ") verb=niah plain="-p 256 -d 50 -r 1" good="$tmp/map.svg" bad=/nowhere/x ;;
+        "--kind ") verb=plot plain='' file="$tmp/table.csv" good=speed bad=pie ;;
         "--compress ") good=0.5 bad=1 ;;
         "--scorer ") plain="$plain --compress 0.5" good="$model" bad=missing.gguf ;;
         "--pflash ") good=0.5 bad=1.5 ;;
@@ -702,7 +704,7 @@ run niah "$model" -p 256,300 -d 0,100 -r 1 --needles 2 --svg "$tmp/map.svg"
 ok "niah: exits 0" [ "$status" -eq 0 ]
 ok "niah: the models find the needles" grep -q '^8 of 8 needles found, 100.0 %.$' "$tmp/out"
 ok "niah: a row for each length" [ "$(grep -c '^| [0-9]' "$tmp/out")" -eq 2 ]
-ok "niah: the heat map has a cell for each" [ "$(grep -c 'hsl(120' "$tmp/map.svg")" -eq 4 ]
+ok "niah: the heat map has a cell for each" [ "$(grep -c '^<g fill="black"><text .*>100</text>$' "$tmp/map.svg")" -eq 5 ]   # and the legend
 long=$(yes 'The fox ran.' | head -n 300)
 run "$model" -p "$long" -n 1 --temp 0 --compress 0.25
 ok "--compress: prints the kept part, and that it is lossy" has err "# prompt compressed (lossy): kept "
@@ -1069,6 +1071,21 @@ for word in weights "global KV" "window KV" staging activations scratch total av
     ok "plan: says $word" has out "$word"
 done
 ok "plan: warns beyond the trained length" grep -q "^ *32768 .*exceeds the trained length" out
+ok "plan: one command line is recommended" [ "$(grep -c '^recommended: gemma4 ' out)" -eq 1 ]
+run plan "$mini" --vram 24 -c 32768
+ok "plan: a row for each cache type, with estimates for a card of that size" \
+    [ "$(grep -cE '^(f16|q8_0|q4_0|tq4|tq3) +32768 +[0-9]+\.[0-9] +[0-9]+\.[0-9]$' out)" -eq 5 ]
+ok "plan: says that they are estimated, and for what" grep -q 'estimated for ' out
+ok "plan: the row that they come from" grep -qE '^measured on an H100, .* f16: 487\.4 tok/s at 0, 353\.5 at 131072 \(commit [0-9a-f]+\)$' out
+at_0() { awk '/^f16 / { print $3 }' out; }
+slow=$(at_0)
+run plan "$mini" --vram 32 -c 32768
+case $(sed -n 's/.*estimated for //p' out) in
+rtx5090*) ok "plan: an RTX 5090 reads 1.91 times as fast as an RTX 3090" [ "$(awk -v a="$(at_0)" -v b="$slow" 'BEGIN { printf "%.2f", a / b }')" = 1.91 ] ;;
+esac
+eval "set -- $(sed -n 's/^recommended: gemma4 //p' out)"
+run "$@" -p hi -n 1
+ok "plan: the recommended command line works" [ "$status" -eq 0 ]
 run plan "$mini" --vram 0.03
 ok "plan: no room: exit status 1" [ "$status" -eq 1 ]
 ok "plan: no room: one line on stderr" lines err 1

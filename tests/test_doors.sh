@@ -34,8 +34,8 @@ caller store.h
 ok "store.h sees engine.h alone" [ "$status" -eq 0 ]
 caller compress.h
 ok "compress.h sees engine.h alone" [ "$status" -eq 0 ]
-caller niah.h parts/compress.h
-ok "niah.h sees engine.h and compress.h" [ "$status" -eq 0 ]
+caller niah.h parts/compress.h parts/plot.h
+ok "niah.h sees engine.h, compress.h and plot.h" [ "$status" -eq 0 ]
 caller view.h
 ok "view.h sees engine.h alone" [ "$status" -eq 0 ]
 caller chat.h parts/answer.h parts/lines.h parts/compress.h

@@ -194,7 +194,7 @@ static void add_flag(Combination *c, const Flag *f) {
 // Flags that make runs short; they come first, so random flags may override them.
 static const struct { Verb verb; const char *words; } frames[] = {
     { GENERATE, "-n 12 -c 300 -t 1" }, { LOGITS, "--ids ids.i32 -o new -t 1" }, { TOKENIZE, "-p Hello" },
-    { DETOKENIZE, "--ids 2" }, { BENCH, "-p 8 -n 3 -r 1 -t 1" }, { CHECK, "--against reference -t 2" },
+    { DETOKENIZE, "--ids 2" }, { BENCH, "-p 8 -n 3 -r 1 -t 1" }, { SWEEP, "-d 8 -n 3 -t 1" }, { CHECK, "--against reference -t 2" },
     { SERVE, "--port 0 -n 8 -c 300 -t 1 --cache-ram 16" }, { PPL, "-f text.txt -c 32 --chunks 2 -t 1" },
     { NIAH, "-p 256 -d 50 -r 1 -t 1" } };
 

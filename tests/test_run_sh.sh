@@ -79,7 +79,12 @@ none 31 26b 31 GiB of host memory
 none 16 e4b 16 GiB
 none 4 e2b 4 GiB
 END
-rm "$tmp/offline" "$tmp/bin/nvidia-smi" "$tmp/bin/getconf"
+rm "$tmp/offline"
+echo 8188 >"$tmp/gpu" && echo 16 >"$tmp/host"
+printf '#!/bin/sh\necho "recommended: gemma4 $2 -c 77"\n' >"$tmp/tree/gemma4" && chmod +x "$tmp/tree/gemma4"
+fetch best
+ok "best: says with which flags to run it" has "recommended here: $tmp/tree/gemma4 $tmp/tree/models/gemma-4-E4B-it-Q4_K_M.gguf -c 77; "
+rm -f "$tmp/bin/nvidia-smi" "$tmp/bin/getconf" "$tmp/tree/gemma4" "$tmp/tree/models/gemma-4-E4B-it-Q4_K_M.gguf"
 fetch e4b e2b
 ok "two names: exit status 1" [ "$status" -eq 1 ]
 

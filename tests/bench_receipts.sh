@@ -1,0 +1,164 @@
+#!/bin/sh
+# Measures on a GPU what README.md and docs quote: writes the tables in docs/receipts/, of which make receipts makes figures.
+#
+#   tests/bench_receipts.sh              lists the parts
+#   tests/bench_receipts.sh PART ..      runs some. A part ends after LIMIT seconds at most; the same call then continues it.
+#
+# The models have real dimensions and random weights, so drafts are accepted at random, at given rates. Contexts are really
+# filled: prompts are processed. Each call adds a line to runs.csv: part, date, card, driver, commit.
+# Environment: GEMMA4 (./gemma4), BUILD (build: where make_gguf is), MODELS (build/models: where it writes the models), OUT
+# (docs/receipts), LIMIT (480).
+cd "$(dirname "$0")/.." || exit 1
+gemma4=${GEMMA4:-./gemma4} build=${BUILD:-build} models=${MODELS:-build/models} out=${OUT:-docs/receipts} limit=${LIMIT:-480}
+
+parts() {
+    cat <<'END'
+26b-long        26B, q8_0, DFlash 4 and 8, 64K to 512K, in 24 GiB
+26b-1m          26B, tq3, DFlash 4, 1M, in 24 GiB
+31b-long        31B, tq3, MTP 2, 64K to 256K, in 24 GiB
+draft-26b       26B, DFlash: six draft lengths, code and prose, at 4K
+draft-31b       31B, the same: 24 cells in all
+ladder          26B, eleven contexts from 1K to 1M, dense
+ladder-pflash   the same contexts with pFlash
+ablation        26B at 64K: one setting changed at a time
+small           E4B and E2B with MTP, 1 to 4 drafts
+compress        26B, a prompt of 131072 tokens: whole, compressed by its own layers, by E2B
+server          26B, 1 to 16 sessions, without and with MTP
+trees           26B and 31B, DFlash: trees of 16 to 63 tokens
+END
+}
+
+# model NAME PRESET KIND QUANT: sets $file, and writes it if it is not there.
+model() {
+    file=$models/$1.gguf
+    [ -f "$file" ] && return
+    mkdir -p "$models" && "$build/make_gguf" --preset "$2" --kind "$3" --quant "$4" --out "$file" >&2 || exit 1
+}
+big() { model 26b-a4b-q4_k_m 26b-a4b target q4_k_m; target=$file; model 26b-a4b-dflash-q8_0 26b-a4b dflash q8_0; dflash=$file
+    model 26b-a4b-mtp-q4_k_m 26b-a4b mtp q4_k_m; mtp=$file; }
+dense() { model 31b-q4_k_m 31b target q4_k_m; target=$file; model 31b-dflash-q8_0 31b dflash q8_0; dflash=$file
+    model 31b-mtp-q4_k_m 31b mtp q4_k_m; mtp=$file; }
+
+# within COMMAND..: runs it as long as the part has time left; else the part ends with status 124.
+within() {
+    left=$((began + limit - $(date +%s)))
+    [ $left -gt 0 ] || exit 124
+    timeout "$left" "$@" || exit
+}
+
+# sweep TABLE FLAGS..: adds the rows of $target that are missing.
+sweep() {
+    csv=$out/$1.csv
+    shift
+    within "$gemma4" sweep "$target" -n 256 -o "$csv" "$@"
+}
+
+# The acceptance per depth at which n drafts give a mean of $2 tokens per step: sum of p^k, k = 1 .. n, is $2 - 1.
+rate_of() {
+    awk -v n="$1" -v al="$2" 'BEGIN {
+        low = 0; high = 1
+        for (i = 0; i < 40; i++) {
+            p = (low + high) / 2; sum = 0; product = 1
+            for (k = 1; k <= n; k++) { product *= p; sum += product }
+            if (sum < al - 1) low = p; else high = p
+        }
+        printf "%.3f", p }'
+}
+
+# drafts TABLE AL..: rows for 1, 3, 7, 15, 15 drafts after one without, at these tokens per step (two lists: code, prose).
+drafts() {
+    table=$1
+    shift
+    sweep "$table" -ctk q8_0 -d 4096
+    for al in "$@"; do
+        n=${al%:*}
+        sweep "$table" -ctk q8_0 -d 4096 -md "$dflash" --draft-max "$n" --spec-force "$(rate_of "$n" "${al#*:}")"
+    done
+}
+
+# The CSV of a table in Markdown.
+csv_of() { sed -n '/^|[- :|]*$/d; s/^| *//p' | sed 's/,/;/g; s/ *| */,/g; s/,$//'; }
+
+run_part() {
+    case $1 in
+    26b-long)
+        big
+        sweep 26b-long --vram 24 -ctk q8_0 -d 65536,131072,262144,524288 -md none
+        sweep 26b-long --vram 24 -ctk q8_0 -d 65536,131072,262144,524288 -md "$dflash" --draft-max 4,8 --spec-force 0.7 ;;
+    26b-1m)
+        big
+        sweep 26b-long --vram 24 -ctk tq3 -d 1048000 -md "$dflash" --draft-max 4 --spec-force 0.7 ;;
+    31b-long)
+        dense
+        sweep 31b-long --vram 24 -ctk tq3 -d 65536,131072,261120 -md none
+        sweep 31b-long --vram 24 -ctk tq3 -d 65536,131072,261120 -md "$mtp" --draft-max 2 --spec-force 0.78 ;;
+    draft-26b)                                         # tokens per step that were reported with published weights
+        big
+        drafts draft-26b 1:1.90 3:2.61 7:3.88 15:5.22
+        drafts draft-26b 1:1.63 3:2.12 7:2.03 15:2.49 ;;
+    draft-31b)
+        dense
+        drafts draft-31b 1:1.82 3:2.91 7:4.06 15:4.20
+        drafts draft-31b 1:1.87 3:3.05 7:4.41 15:5.12 ;;
+    ladder)
+        big
+        sweep ladder -d 1024,2048,4096,8192,16384,32768,65536,131072,262144,524288,1048320 ;;
+    ladder-pflash)
+        big
+        sweep ladder -d 1024,2048,4096,8192,16384,32768,65536,131072,262144,524288,1048320 --pflash 0.1 --pflash-from 16384 ;;
+    ablation)
+        big
+        sweep ablation -d 65536 -ctk f16,q8_0,tq3
+        sweep ablation -d 65536 -ctk q8_0 --pflash 0.1
+        sweep ablation -d 65536 -ctk q8_0 -md "$dflash" --draft-max 4,7,15 --spec-force 0.7
+        sweep ablation -d 65536 -ctk q8_0 -md "$dflash" --draft-max 7 --tree 16,32 --spec-force 0.7
+        sweep ablation -d 65536 -ctk q8_0 -md "$mtp" --draft-max 2,4 --spec-force 0.78 ;;
+    small)
+        for size in e4b e2b; do
+            model $size-q4_k_m $size target q4_k_m
+            target=$file
+            model $size-mtp-q4_k_m $size mtp q4_k_m
+            sweep $size -d 512,4096,65536 -md none
+            sweep $size -d 4096 -md "$file" --draft-max 1,2,3,4 --spec-force 0.65
+        done ;;
+    compress)
+        big
+        model e2b-q4_k_m e2b target q4_k_m
+        for how in whole own scorer; do
+            [ -s "$out/compress-$how.csv" ] && continue
+            case $how in whole) set -- ;; own) set -- --compress 0.1 ;; scorer) set -- --compress 0.1 --scorer "$file" ;; esac
+            within "$gemma4" niah "$target" -p 131072 -d 50 -r 2 -o csv "$@" >"$out/compress.part"
+            mv "$out/compress.part" "$out/compress-$how.csv"
+        done ;;
+    server)
+        big
+        for how in plain mtp; do
+            [ -s "$out/server-$how.csv" ] && continue
+            case $how in plain) flags= ;; mtp) flags="-md $mtp --spec mtp --draft-max 2" ;; esac
+            within tests/bench_server.py "$target" --gemma4 "$gemma4" --flags "$flags" >"$out/server.part"
+            csv_of <"$out/server.part" >"$out/server-$how.csv"
+            rm "$out/server.part"
+        done ;;
+    trees)
+        for of in big dense; do
+            $of
+            table=trees-$([ $of = big ] && echo 26b || echo 31b)
+            sweep "$table" -ctk q8_0 -d 4096,65536 -md "$dflash" --draft-max 15 --tree 0,16,32,48,63 --spec-force 0.8
+        done ;;
+    *)  echo "bench_receipts.sh: expected one of the parts that it lists, got '$1'" >&2
+        exit 1 ;;
+    esac
+}
+
+[ $# -gt 0 ] || { parts; exit; }
+mkdir -p "$out" || exit 1
+[ -s "$out/runs.csv" ] || echo part,date,card,driver,commit >"$out/runs.csv"
+card=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1 | sed 's/, */,/')
+for part in "$@"; do
+    began=$(date +%s)
+    ( run_part "$part" )
+    status=$?
+    [ $status -eq 124 ] && echo "$part: not finished after $limit s; the same call continues it" >&2
+    [ $status -eq 0 ] || [ $status -eq 124 ] || exit $status
+    echo "$part,$(date -u +%Y-%m-%dT%H:%M:%SZ),${card:-none,none},$("$gemma4" --version | sed 's/.*(commit \([^,]*\),.*/\1/')" >>"$out/runs.csv"
+done
