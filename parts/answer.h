@@ -94,7 +94,7 @@ static void print_drafts(const Turn *t) {
         if (d->by_source[k]) fprintf(stderr, ", %s in %d", spec_names[k], d->by_source[k]);
     if (!t->loop) {
         fprintf(stderr, "; draft acceptance %d/%d, %.2f tokens per step; per position:", d->accepted, d->drafted,
-                (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
+                tokens_per_step(t));
         for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++)
             fprintf(stderr, " %.0f", 100.0 * d->accepted_at[i] / d->tried[i]);
         fprintf(stderr, " %%");

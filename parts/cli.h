@@ -9,7 +9,7 @@
 
 // Dies because the verb does not take this flag. The message names the verbs that take it.
 static void refuse_flag(const Flag *flag, Verb verb) {
-    char owners[90] = "";
+    char owners[140] = "";
     for (size_t k = 0; k < N_VERBS; k++) {
         if (!(flag->verbs & (int)verbs[k].verb)) continue;
         snprintf(owners + strlen(owners), sizeof owners - strlen(owners), "%s%s", *owners ? ", " : "", verbs[k].name);
@@ -42,7 +42,7 @@ static int find_verb(int argc, char **argv) {
 static bool is_no_file(const char *word) { return *word && !strpbrk(word, "./") && access(word, F_OK); }
 
 __attribute__((noreturn)) static void die_no_verb(const char *word) {
-    char names[120] = "";
+    char names[200] = "";
     for (size_t k = 0; k < sizeof foreign_words / sizeof *foreign_words; k++)
         if (is_listed(foreign_words[k].names, word))
             die("there is no command '%s'; type %s", word, foreign_words[k].instead);
@@ -599,6 +599,32 @@ static void run_niah(const Flags *f, const Ops *ops, ModelOptions o) {
     free(hay);
 }
 
+static int run_eval(const Flags *f, const Ops *ops, ModelOptions o) {
+    EvalOptions e = { .prompts = f->prompt_list, .csv = f->csv, .system = f->system, .limit = (int)f->n_prompts,
+                      .run_code = f->run_code, .think = f->think,
+                      .format = (EvalFormat)number_of(f->out, format_names, EVAL_MD),
+                      .answer = { .n_predict = f->n_predict < 0 ? 512 : (int)f->n_predict, .may_think = f->think,
+                                  .think_budget = (int)f->think_budget } };
+    Tokenizer tok;
+    if (!e.prompts) die("--prompts: expected a file; try gemma4 eval %s --prompts FILE.jsonl", f->model);
+    if (access(e.prompts, R_OK)) die("--prompts: %s: %s", e.prompts, strerror(errno));      // before the model is read
+    o.penalties = has_penalties(f);
+    e.answer.drafting = drafting_of(f, ops, &o);
+    Model *m = model_open(f->model, ops, o, NULL);
+    check_drafting(m, &e.answer.drafting);
+    model_tokenizer(m, &tok);
+    if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
+    e.answer.sampling = sampling_params(f, &m->gguf);
+    if (isnan(f->temperature)) e.answer.sampling.temperature = 0;
+    if (isnan(f->seed)) e.answer.sampling.seed = 1;
+    print_model(m);
+    read_weights(m, false);
+    const int status = eval_prompts(m, &tok, &e);
+    tok_free(&tok);
+    model_close(m);
+    return status;
+}
+
 static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     need_http();
     Tokenizer tok;
@@ -857,6 +883,7 @@ static int command_line(int argc, char **argv) {
     case PLAN:  verb_plan(f.model, ops, o); break;
     case BENCH: run_bench(&f, ops); break;
     case NIAH:  run_niah(&f, ops, o); break;
+    case EVAL:  status = run_eval(&f, ops, o); break;
     case CHECK: status = verb_check(f.model, ops, judge, o); break;
     case PPL:   status = run_ppl(&f, ops, o); break;
     case LOGITS: run_logits(&f, ops, o); break;

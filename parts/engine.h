@@ -189,6 +189,9 @@ typedef struct {              // statistics of an answer
     const char *stop;                  // the stop string that ended it, or NULL; set at the end
 } Turn;
 
+// Tokens that a decoding step has made on average; 1 without drafts, 0 if there was no step.
+static inline double tokens_per_step(const Turn *t) { return t->steps ? (double)(t->made - 1) / t->steps : 0; }
+
 // ==== [4] Sessions ==================================================================================================
 // A session holds the tokens of one conversation in a slot of the model's caches. A prompt that begins with these
 // tokens runs only from the first token that differs. Sliding layers keep only the last tokens, so a session cannot

@@ -29,8 +29,8 @@
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH,
-    VIEW = 2048, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL, ANY = 4095
+    SERVE = 256, PPL = 512, NIAH = 1024, VIEW = 2048, EVAL = 16384, ANSWERS = GENERATE | SERVE | EVAL,
+    DRAFTS = ANSWERS | PLAN | BENCH, RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL | EVAL, ANY = 32767
 } Verb;
 
 static const struct { const char *name; Verb verb; const char *arguments, *help; } verbs[] = {
@@ -40,6 +40,8 @@ static const struct { const char *name; Verb verb; const char *arguments, *help;
     { "bench", BENCH, "MODEL.gguf [-p N,..] [-n N,..]", "tokens per second, as llama-bench measures them" },
     { "ppl", PPL, "MODEL.gguf -f FILE", "perplexity, as llama-perplexity computes it; --kld: KL divergence" },
     { "niah", NIAH, "MODEL.gguf [-p N,..]", "needle-in-a-haystack test" },
+    { "eval", EVAL, "MODEL.gguf --prompts FILE.jsonl [-md FILE]",
+      "answer the prompts of a file, greedily, without and with drafts: speeds, same text, right answers" },
     { "check", CHECK, "MODEL.gguf", "compare the GPU with the CPU (--against), checkpoint by checkpoint" },
     { "quantize", QUANTIZE, "IN OUT.gguf TYPE",
       "write a model with smaller weights; TYPE: q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32" },
@@ -60,6 +62,8 @@ typedef struct {
     const char *k_types, *v_types, *drafters;   // bench: lists of words
     TextList pairs;
     const char *fill, *svg, *scorer, *card, *backend;
+    const char *prompt_list, *csv;              // eval
+    double n_prompts;
     const char *host, *api_key, *api_key_file, *alias, *session_dir, *public_url;      // serve
     double port, parallel, chunk, queue, timeout, max_body, request_memory, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
@@ -71,7 +75,7 @@ typedef struct {
     bool cpu_moe;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
         lazy_draft;
-    bool log_text, help, version;
+    bool log_text, run_code, help, version;
     const char *color, *document;
 } Flags;
 
@@ -93,8 +97,8 @@ typedef struct {
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0,
       "model file or Hugging Face folder, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | CHECK | QUANTIZE | PPL | NIAH, FIELD(n_threads), 1,
-      MAX_THREADS, "CPU threads; default: one per core" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | CHECK | QUANTIZE | PPL | NIAH | EVAL, FIELD(n_threads),
+      1, MAX_THREADS, "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file before the start and reject NaN or Inf weights; default: off" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
@@ -104,7 +108,7 @@ static const Flag flags[] = {
     { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
       "read the prompt (ppl: the text) from this file, - for standard input; with -p: added after an empty line; "
       "default: none" },
-    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0,
+    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE | EVAL, FIELD(system), 0, 0,
       "system prompt; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
       "chat, even if input or output is not a terminal; -p is the first message; default: on a terminal without a "
@@ -128,9 +132,9 @@ static const Flag flags[] = {
       "dimensions" },
     { "--raw", "-no-cnv --no-conversation", NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
       "continue the prompt as plain text, without the chat template; <bos> is added; default: off" },
-    { "-n", "--predict --n-predict", "N", FLAG_INT, ANSWERS, FIELD(n_predict), -1, INT_MAX,
+    { "-n", "--predict --n-predict", "N", FLAG_INT, GENERATE | SERVE, FIELD(n_predict), -1, INT_MAX,
       "maximum tokens to generate, in a chat per answer; default -1: until the turn ends or the context is full" },
-    { "--temp", "--temperature", "T", FLAG_REAL, ANSWERS, FIELD(temperature), 0, 1000,
+    { "--temp", "--temperature", "T", FLAG_REAL, GENERATE | SERVE, FIELD(temperature), 0, 1000,
       "temperature; 0: greedy; default: the file's value, else 1.0" },
     { "--top-k", NULL, "N", FLAG_INT, ANSWERS, FIELD(top_k), 0, INT_MAX,
       "sample from the N most likely tokens; 0: all; default: the file's value, else 64" },
@@ -148,7 +152,7 @@ static const Flag flags[] = {
     { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
       "add B to the logit of token ID; ID-B: subtract; ID-inf: never; several: with commas, or repeat the flag; "
       "default: none" },
-    { "-s", "--seed", "N", FLAG_INT, ANSWERS, FIELD(seed), 0, 4294967295.0,
+    { "-s", "--seed", "N", FLAG_INT, GENERATE | SERVE, FIELD(seed), 0, 4294967295.0,
       "random seed; default: a new one each time, printed with -v" },
     { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
       "stop string: end the answer before this text, which is not printed; may be repeated; default: none" },
@@ -304,6 +308,19 @@ static const Flag flags[] = {
       "cut the texts from this file; default: generated text" },
     { "-o", "--output", "md|csv", FLAG_CHOICE, NIAH, FIELD(out), 0, 0, "output format; default md" },
     { "--svg", NULL, "FILE", FLAG_TEXT, NIAH, FIELD(svg), 0, 0, "write a heat map to this file; default: none" },
+    { "--prompts", NULL, "FILE", FLAG_TEXT, EVAL, FIELD(prompt_list), 0, 0,
+      "JSONL file of prompts, also of HumanEval, GSM8K or MATH as published; docs/eval.md; no default" },
+    { "--csv", NULL, "FILE", FLAG_TEXT, EVAL, FIELD(csv), 0, 0,
+      "add a row for each prompt to this file at once, and skip prompts whose rows it has already; default: none" },
+    { "--limit", NULL, "N", FLAG_INT, EVAL, FIELD(n_prompts), 0, INT_MAX,
+      "the first N prompts only; default 0: all" },
+    { "-n", "--predict --n-predict", "N", FLAG_INT, EVAL, FIELD(n_predict), 1, INT_MAX,
+      "maximum tokens of an answer; default 512" },
+    { "--temp", "--temperature", "T", FLAG_REAL, EVAL, FIELD(temperature), 0, 1000, "temperature; default 0: greedy" },
+    { "-s", "--seed", "N", FLAG_INT, EVAL, FIELD(seed), 0, 4294967295.0, "random seed; default 1" },
+    { "--run-code", NULL, NULL, FLAG_ON, EVAL, FIELD(run_code), 0, 0,
+      "run programs that the model wrote, and their tests, with python3 in a child that has limits; default: off" },
+    { "-o", "--output", "md|csv|json", FLAG_CHOICE, EVAL, FIELD(out), 0, 0, "output format; default md" },
     { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
       "address to listen on; default 127.0.0.1: this machine only" },
     { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535,
@@ -352,6 +369,7 @@ static const struct { const char *first, *title; } groups[] = {   // headings; f
     { "--pflash", "sparse attention and prompt compression (lossy)" }, { "--against", "device" },
     { "--show-thoughts", "output" },
     { "--ids", "ids, special tokens, dumps, perplexity" }, { "-p", "measurement" }, { "-p", "needles" },
+    { "--prompts", "prompts of a file" },
     { "--host", "server" }, { "-h", "help" }
 };
 enum { N_GROUPS = sizeof groups / sizeof *groups };
@@ -700,7 +718,7 @@ static void print_item(const char *name, const char *text, const char *more) {  
 
 static void print_man(void) {
     static const char *const kinds[] = { "accepted, not needed", "refused", "same as" };
-    char text[200], owners[120];
+    char text[200], owners[200];
     printf(".TH GEMMA4 1 \"\" \"gemma4 " VERSION "\" \"User Commands\"\n"
            ".SH NAME\ngemma4 \\- runs Gemma 4 text models from GGUF files\n"
            ".SH SYNOPSIS\n.B gemma4\n.I MODEL.gguf\n[\\fB\\-p\\fR \\fITEXT\\fR] [\\fIflags\\fR]\n"
