@@ -62,11 +62,11 @@ typedef struct {
     char       setting[700];  // what rows depend on, as words NAME=VALUE
 } Eval;
 
-static void put_text(TokText *out, const char *s, size_t n) {
+static void eval_text(TokText *out, const char *s, size_t n) {
     if (!tok_text_append(out, s, n)) die("--prompts: out of memory");
 }
 
-static void put_word(TokText *out, const char *s) { put_text(out, s, strlen(s)); }
+static void eval_word(TokText *out, const char *s) { eval_text(out, s, strlen(s)); }
 
 static TokStr str_of(const TokText *t) { return (TokStr){ t->n ? t->s : "", t->n }; }
 
@@ -84,15 +84,15 @@ static bool take_field(const GgufJson *object, const char *names, TokText *out) 
         for (rest = v; v.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &item); ) {
             if (item.type != GGUF_J_STRING) return false;
             char *text = alloc_or_die(item.n + 1, 1);
-            put_text(out, text, gguf_json_string(&item, text));
-            put_word(out, "\n");
+            eval_text(out, text, gguf_json_string(&item, text));
+            eval_word(out, "\n");
             free(text);
         }
         if (v.type == GGUF_J_ARRAY) return true;
         if (v.type != GGUF_J_STRING && v.type != GGUF_J_NUMBER) continue;
         char *text = alloc_or_die(v.n + 1, 1);
         const size_t size = v.type == GGUF_J_STRING ? gguf_json_string(&v, text) : v.n;
-        put_text(out, v.type == GGUF_J_STRING ? text : v.s, size);
+        eval_text(out, v.type == GGUF_J_STRING ? text : v.s, size);
         free(text);
         return true;
     }
@@ -117,21 +117,21 @@ static bool take_messages(const GgufJson *line, EvalTask *task, const char *syst
     TokText text = { 0 };
     GgufJson list, v;
     if (gguf_json_get(line, "messages", &list) && list.type == GGUF_J_ARRAY) {
-        put_text(&task->messages, list.s, list.n);
+        eval_text(&task->messages, list.s, list.n);
         return true;
     }
     if (!take_field(line, "prompt question problem", &text)) return false;
     const bool humaneval = task->entry.n > 0;
     if (humaneval) {
-        put_text(&task->given, text.s, text.n);
+        eval_text(&task->given, text.s, text.n);
         text.n = 0;
-        put_word(&text, "Complete this function. Answer with the whole function in one block of code.\n\n```python\n");
-        put_text(&text, task->given.s, task->given.n);
-        put_word(&text, "```");
+        eval_word(&text, "Complete this function. Answer with the whole function in one block of code.\n\n```python\n");
+        eval_text(&text, task->given.s, task->given.n);
+        eval_word(&text, "```");
     } else if (after_last(str_of(&task->want), "####").s) {
-        put_word(&text, "\n\nEnd with a line \"#### N\", where N is the result as a number.");
+        eval_word(&text, "\n\nEnd with a line \"#### N\", where N is the result as a number.");
     } else if (gguf_json_get(line, "problem", &v)) {
-        put_word(&text, "\n\nPut the result in \\boxed{}.");
+        eval_word(&text, "\n\nPut the result in \\boxed{}.");
     }
     if ((system && tok_add_message(&task->messages, "system", (TokStr){ system, strlen(system) }) < 0) ||
         tok_add_message(&task->messages, "user", str_of(&text)) < 0) die("--prompts: out of memory");
@@ -208,14 +208,14 @@ static void free_answer(EvalAnswer *a) {
 }
 
 static void take_reply(const TokReply *r, TokText *out) {
-    put_text(out, r->content.s, r->content.n);
+    eval_text(out, r->content.s, r->content.n);
     for (int i = 0; i < r->n_calls; i++) {
-        if (out->n && out->s[out->n - 1] != '\n') put_word(out, "\n");
-        put_word(out, "{\"name\":");
+        if (out->n && out->s[out->n - 1] != '\n') eval_word(out, "\n");
+        eval_word(out, "{\"name\":");
         if (tok_add_json_string(out, r->calls[i].name) < 0) die("out of memory for a tool call");
-        put_word(out, ",\"arguments\":");
-        put_text(out, r->calls[i].arguments.s, r->calls[i].arguments.n);
-        put_word(out, "}\n");
+        eval_word(out, ",\"arguments\":");
+        eval_text(out, r->calls[i].arguments.s, r->calls[i].arguments.n);
+        eval_word(out, "}\n");
     }
 }
 
@@ -249,7 +249,7 @@ static uint64_t answer_hash(const Eval *e, const EvalAnswer *a) {      // of its
     TokText text = { 0 };
     for (size_t i = 0; i < a->ids.n; i++) {
         const TokStr piece = tok_piece(e->t, a->ids.ids[i], true);
-        put_text(&text, piece.s, piece.n);
+        eval_text(&text, piece.s, piece.n);
     }
     const uint64_t h = hash_bytes(text.s, text.n);
     tok_text_free(&text);
@@ -304,7 +304,7 @@ static bool eval_task(Eval *e, int i) {
     }
     if (!interrupted) row->verdict = judge_answer(e, task, &plain);
     row->end.n = 0;
-    put_word(&row->end, plain.turn.why ? plain.turn.why : "");
+    eval_word(&row->end, plain.turn.why ? plain.turn.why : "");
     row->done = !interrupted;
     if (row->done && row->plain_hash != row->spec_hash) report_difference(e, i, &plain, &spec);
     free_answer(&plain);
@@ -316,39 +316,40 @@ static bool eval_task(Eval *e, int i) {
 
 enum { EVAL_FIELDS = 5 + EVAL_COLUMNS + 5 };           // of a line
 
-static void put_format(TokText *out, const char *format, ...) {
+static void eval_format(TokText *out, const char *format, ...) {
     char text[800];
     va_list list;
     va_start(list, format);
     vsnprintf(text, sizeof text, format, list);
     va_end(list);
-    put_word(out, text);
+    eval_word(out, text);
 }
 
 static void put_csv_text(TokText *out, TokStr s) {     // in quotes; line breaks become spaces
-    put_word(out, "\"");
+    eval_word(out, "\"");
     for (size_t i = 0; i < s.n; i++) {
         const char c = (unsigned char)s.s[i] < ' ' ? ' ' : s.s[i];
-        put_text(out, c == '"' ? "\"\"" : &c, c == '"' ? 2 : 1);
+        eval_text(out, c == '"' ? "\"\"" : &c, c == '"' ? 2 : 1);
     }
-    put_word(out, "\",");
+    eval_word(out, "\",");
 }
 
 static void put_csv_head(TokText *out) {
-    put_word(out, "prompt,id,kind,prompt_hash,prompt_tokens,");
-    for (int k = 0; k < EVAL_COLUMNS; k++) put_format(out, "%s,", eval_columns[k].name);
-    put_word(out, "plain_hash,spec_hash,result,stopped,setting\n");
+    eval_word(out, "prompt,id,kind,prompt_hash,prompt_tokens,");
+    for (int k = 0; k < EVAL_COLUMNS; k++) eval_format(out, "%s,", eval_columns[k].name);
+    eval_word(out, "plain_hash,spec_hash,result,stopped,setting\n");
 }
 
 static void put_csv_row(const Eval *e, int i, TokText *out) {
     const EvalTask *task = &e->tasks[i];
     const EvalRow *row = &e->rows[i];
-    put_format(out, "%d,", i + 1);
+    eval_format(out, "%d,", i + 1);
     put_csv_text(out, str_of(&task->id));
     put_csv_text(out, str_of(&task->kind));
-    put_format(out, "%016" PRIx64 ",%zu,", hash_bytes(task->ids.ids, task->ids.n * sizeof *task->ids.ids), task->ids.n);
-    for (int k = 0; k < EVAL_COLUMNS; k++) put_format(out, isnan(row->v[k]) ? "," : "%.9g,", row->v[k]);
-    put_format(out, "%016" PRIx64 ",%016" PRIx64 ",%s,", row->plain_hash, row->spec_hash, verdict_names[row->verdict]);
+    eval_format(out, "%016" PRIx64 ",%zu,", hash_bytes(task->ids.ids, task->ids.n * sizeof *task->ids.ids),
+                task->ids.n);
+    for (int k = 0; k < EVAL_COLUMNS; k++) eval_format(out, isnan(row->v[k]) ? "," : "%.9g,", row->v[k]);
+    eval_format(out, "%016" PRIx64 ",%016" PRIx64 ",%s,", row->plain_hash, row->spec_hash, verdict_names[row->verdict]);
     put_csv_text(out, str_of(&row->end));
     put_csv_text(out, (TokStr){ e->setting, strlen(e->setting) });
     out->s[out->n - 1] = '\n';
@@ -414,7 +415,7 @@ static void take_row(Eval *e, char **f, int number) {  // f: the fields of a lin
     row->verdict = NOT_JUDGED;
     for (int k = 0; k < VERDICTS; k++) if (!strcmp(rest[2], verdict_names[k])) row->verdict = (Verdict)k;
     row->end.n = 0;
-    put_word(&row->end, rest[3]);
+    eval_word(&row->end, rest[3]);
     row->done = true;
 }
 
@@ -457,7 +458,7 @@ typedef struct {              // of the rows of a kind
     double mean[EVAL_COLUMNS], median[EVAL_COLUMNS];
 } EvalSums;
 
-static int compare_doubles(const void *a, const void *b) {
+static int compare_values(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
@@ -481,7 +482,7 @@ static EvalSums sum_rows(const Eval *e, const TokText *kind) {         // kind N
             sums.same += !k && row->plain_hash == row->spec_hash;
             if (!isnan(row->v[k])) known[n++] = row->v[k], sum += row->v[k];
         }
-        qsort(known, (size_t)n, sizeof *known, compare_doubles);
+        qsort(known, (size_t)n, sizeof *known, compare_values);
         sums.mean[k] = n ? sum / n : NAN;
         sums.median[k] = n ? (known[(n - 1) / 2] + known[n / 2]) / 2 : NAN;
     }

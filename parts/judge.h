@@ -217,7 +217,7 @@ static void end_child(pid_t child, int *status) {      // and the processes that
 }
 
 // Waits for a child, at most CODE_WALL_SECONDS, and until *stop. Returns its exit status; -1: it did not end by itself.
-static int wait_for_child(pid_t child, const volatile sig_atomic_t *stop) {
+static int wait_for_program(pid_t child, const volatile sig_atomic_t *stop) {
     const double start = seconds();
     int status = 0;
     for (pid_t ended; (ended = waitpid(child, &status, WNOHANG)) != child; ) {
@@ -237,7 +237,7 @@ static int try_confinement(void) {
     fflush(stdout);
     const pid_t child = fork();
     if (!child) _exit(confine("/tmp"));
-    return child < 0 ? 0 : max_int(wait_for_child(child, &never), 0);
+    return child < 0 ? 0 : max_int(wait_for_program(child, &never), 0);
 }
 
 // ==== [3] Programs ==================================================================================================
@@ -293,13 +293,13 @@ __attribute__((noreturn)) static void run_python(const char *folder, int out) { 
     _exit(127);
 }
 
-static int remove_entry(const char *path, const struct stat *st, int type, struct FTW *at) {
+static int remove_from_child(const char *path, const struct stat *st, int type, struct FTW *at) {
     (void)st, (void)type, (void)at;
     return remove(path);
 }
 
 // Runs a program with python3 in a folder of its own. True: it ended well, and its last line is `word`. *stop ends it.
-static bool run_program(TokStr program, const char *word, const volatile sig_atomic_t *stop) {
+static bool run_confined(TokStr program, const char *word, const volatile sig_atomic_t *stop) {
     char folder[] = "/tmp/gemma4-eval-XXXXXX", path[64], end[80] = "";
     if (!mkdtemp(folder)) die("--run-code: %s: %s", folder, strerror(errno));
     snprintf(path, sizeof path, "%s/program.py", folder);
@@ -311,18 +311,18 @@ static bool run_program(TokStr program, const char *word, const volatile sig_ato
     const pid_t child = fork();
     if (child < 0) die("--run-code: cannot start a process: %s", strerror(errno));
     if (!child) run_python(folder, out);
-    const int status = wait_for_child(child, stop);
+    const int status = wait_for_program(child, stop);
     const off_t size = lseek(out, 0, SEEK_END), n = (off_t)strlen(word) + 1;
     const bool read_all = size >= n && pread(out, end, (size_t)n, size - n) == n;
     close(out);
-    nftw(folder, remove_entry, 16, FTW_DEPTH | FTW_PHYS);
+    nftw(folder, remove_from_child, 16, FTW_DEPTH | FTW_PHYS);
     return !status && read_all && !strncmp(end, word, strlen(word));
 }
 
 // Dies unless python3 runs here, so that a missing one is not taken for wrong answers.
 static void need_python(const volatile sig_atomic_t *stop) {
     static const char program[] = "print(\"\\nit runs\")\n";
-    if (!run_program((TokStr){ program, sizeof program - 1 }, "it runs", stop))
+    if (!run_confined((TokStr){ program, sizeof program - 1 }, "it runs", stop))
         die("--run-code: python3 does not run; install it, or leave --run-code out");
 }
 
@@ -333,7 +333,7 @@ static Verdict judge_program(TokStr given, TokStr answer, TokStr tests, const ch
     char word[40];
     snprintf(word, sizeof word, "passed-%08x%08x", (unsigned)getpid(), (unsigned)(seconds() * 1e6));
     make_program(&program, given, answer, tests, entry, word);
-    const bool right = run_program((TokStr){ program.s, program.n }, word, stop);
+    const bool right = run_confined((TokStr){ program.s, program.n }, word, stop);
     tok_text_free(&program);
     return right ? RIGHT : WRONG;
 }

@@ -154,14 +154,14 @@ static void test_lines(void) {
         CHECK(!gguf_json_parse(cases[i].line, strlen(cases[i].line), &line, &at, &err), "line %zu", i);
         const char *wrong = read_task(&e, &line, &task);
         CHECK(!wrong && task.judge == cases[i].judge, "line %zu: judged as %s, %s", i, judge_names[task.judge], wrong ? wrong : "");
-        put_word(&task.id, ""), put_word(&task.kind, "");
+        eval_word(&task.id, ""), eval_word(&task.kind, "");
         CHECK(task.id.n == strlen(cases[i].id) && !memcmp(cases[i].id, str_of(&task.id).s, task.id.n), "line %zu: its id", i);
         CHECK(task.kind.n == strlen(cases[i].kind) && !memcmp(cases[i].kind, str_of(&task.kind).s, task.kind.n), "line %zu: its kind", i);
         CHECK(task.want.n == strlen(cases[i].want) && !memcmp(cases[i].want, str_of(&task.want).s, task.want.n), "line %zu: wants '%.*s'",
               i, (int)task.want.n, str_of(&task.want).s);
         for (size_t k = 0; k < task.ids.n; k++) {
             const TokStr piece = tok_piece(&t, task.ids.ids[k], false);
-            put_text(&prompt, piece.s, piece.n);
+            eval_text(&prompt, piece.s, piece.n);
         }
         CHECK(after_last(str_of(&prompt), cases[i].prompt).s, "line %zu: the prompt is '%.*s'", i, (int)prompt.n, prompt.s);
         tok_text_free(&prompt);
