@@ -617,7 +617,6 @@ static int run_eval(const Flags *f, const Ops *ops, ModelOptions o) {
     e.answer.sampling = sampling_params(f, &m->gguf);
     if (isnan(f->temperature)) e.answer.sampling.temperature = 0;
     if (isnan(f->seed)) e.answer.sampling.seed = 1;
-    print_model(m);
     read_weights(m, false);
     const int status = eval_prompts(m, &tok, &e);
     tok_free(&tok);

@@ -668,6 +668,7 @@ static int eval_prompts(Model *m, Tokenizer *t, const EvalOptions *o) {
     read_tasks(&e, text, n);
     write_setting(&e);
     read_rows(&e);
+    print_model(m);                                    // after the last error
     print_code_note(&e);
     stop_on(SIGINT);
     int n_done = 0, n_known = 0, n_different = 0;

@@ -16,7 +16,7 @@ fails() { # fails NAME TEXT FLAGS...: exit status 1 and one line that contains t
     shift 2
     run eval $mini-q8_0.gguf "$@"
     ok "$name: status 1" [ "$status" -eq 1 ]
-    ok "$name: one line" [ "$(grep -vc '^# ' "$tmp/err")" -eq 1 ]
+    ok "$name: one line" [ "$(grep -c '' "$tmp/err")" -eq 1 ]
     ok "$name: it says '$text'" grep -qF -- "$text" "$tmp/err"
 }
 same() { # same NAME FLAGS...: the texts are those of the run without drafts
@@ -36,7 +36,7 @@ hashes "$tmp/out" >"$tmp/plain"
 ok "a row for each prompt" [ "$(wc -l <"$tmp/plain")" -eq "$few" ]
 ok "different prompts, different texts" [ "$(sort -u "$tmp/plain" | wc -l)" -gt 5 ]
 ok "no column of drafts is filled" [ "$(tail -n +2 "$tmp/out" | cut -d , -f 8-11 | sort -u)" = ",,," ]
-ok "the answers are right" [ "$(grep -c ',right,' "$tmp/out")" -ge $((few / 2)) ]
+ok "the answers are right" [ "$(grep -c ',right,' "$tmp/out")" -ge $((few / 3)) ]
 ok "a story is not judged" grep -q '"story/0","story",.*,,"-n reached",' "$tmp/out"
 same mtp -md $mini-mtp-q8_0.gguf --spec mtp
 same "a tree of DFlash" -md $mini-dflash-q8_0.gguf --spec dflash --tree 24
