@@ -369,7 +369,8 @@ static void answer_once(Chat *c, const TokIds *raw, const char *from) {
         if (!compress_prompt(&c->compressor, s, raw->ids, (int)raw->n, max_int((int)session_held(s)->n, 1), &c->shown))
             die("%s", c->compressor.err);
         print_compressed((int)c->shown.n, (int)raw->n);
-        p.ids = c->shown.ids, p.n = (int)c->shown.n;
+        if (c->shown.n < raw->n) p.n_original = (int)raw->n;
+        p.ids = c->shown.ids, p.n = (int)c->shown.n, p.score_seconds = c->compressor.seconds;
     }
     if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
     if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show)))
