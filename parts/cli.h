@@ -327,6 +327,10 @@ static void check_generate_flags(const Flags *f, bool chatting) {
     if (!chatting && f->history) die("--history is an option of a chat; try -i");
 }
 
+static Compressor compressor_of(const Flags *f) {
+    return (Compressor){ .ratio = (float)f->compress, .from = (int)f->compress_from, .file = f->scorer };
+}
+
 static SampleParams sampling_params(const Flags *f, Gguf *g) {
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
@@ -517,7 +521,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     if (f->think && f->think_budget >= 0 && tok.channel_close < 0)
         die("--think-budget: %s: expected a token <channel|>, got none", model_path(m));
     Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
-               .raw = f->raw, .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer },
+               .raw = f->raw, .session = f->session, .compressor = compressor_of(f),
                .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting, .exact = f->raw } };
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
@@ -596,7 +600,7 @@ static void run_niah(const Flags *f, const Ops *ops, ModelOptions o) {
         .lengths = parse_list("-p", f->prompts ? f->prompts : "1024,2048,4096", 0), .n_needles = (int)f->n_needles,
         .depths = parse_list("-d", f->depths ? f->depths : "0,25,50,75,100", 0), .n_runs = (int)f->n_runs,
         .csv = is_choice(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n,
-        .compressor = { .ratio = (float)f->compress, .file = f->scorer } });
+        .compressor = compressor_of(f) });
     free(hay);
 }
 
@@ -639,7 +643,8 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
                        .chunk = (int)f->chunk, .session_dir = f->session_dir,
                        .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
-                       .origins = f->origins, .public_url = f->public_url,
+                       .origins = f->origins, .public_url = f->public_url, .compress = (float)f->compress,
+                       .compress_from = (int)f->compress_from, .scorer = f->scorer,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.cache_ram > free_bytes) {
         fprintf(stderr, "# warning: --cache-ram %.0f exceeds the available memory; %zu MiB are used\n", f->cache_ram,
@@ -712,6 +717,8 @@ static const char *tensor_places(const Flags *f) {
 static ModelOptions plan_options(const Flags *f) {
     ModelOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f->memory * (1 << 30)) };
     if (f->scorer && !f->compress) die("--scorer needs --compress; try --compress 0.2");
+    if (f->compress_from != COMPRESS_FROM && !f->compress)
+        die("--compress-from needs --compress; try --compress 0.2");
     if (f->scorer && access(f->scorer, R_OK)) die("--scorer: %s: %s", f->scorer, strerror(errno));    // loaded later
     o.can_score = f->compress && !f->scorer;
     o.n_ctx = f->n_ctx < 0 ? 0 : f->n_ctx > 0 ? (int)f->n_ctx : CTX_FIT;
@@ -841,7 +848,7 @@ static int command_line(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = NAN, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
                 .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
-                .pflash_from = 16384, .n_needles = 1, .last = VIEW_ROWS };
+                .pflash_from = 16384, .n_needles = 1, .compress_from = COMPRESS_FROM, .last = VIEW_ROWS };
     int status = 0;
     signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     parse_flags(&f, argc, argv);

@@ -98,8 +98,8 @@ static void keep_marks(const Tokenizer *t, const int32_t *ids, int n, bool *keep
 static bool is_long(const Compressor *c, int n) { return n >= (c->from ? c->from : COMPRESS_FROM); }
 
 // Writes to *out the ids that the target reads instead of a prompt (ids, n): the first `first` tokens unchanged, and of
-// the others, if they are at least c->from, the part that the ratio says, and the marks between messages. s is the target's session; it keeps
-// only tokens that it shares with the prompt. False: c->err says why it cannot.
+// the others, if they are at least c->from, the part that the ratio says, and the marks between messages. s is the
+// target's session; it keeps only tokens that it shares with the prompt. False: c->err says why it cannot.
 static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n, int first, TokIds *out) {
     Model *target = session_model(s);
     Tokenizer *t = session_tokenizer(s);

@@ -70,7 +70,7 @@ typedef struct {
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, n_cpu_moe, tail, draft_max, draft_min_p, tree;
-    double pflash, pflash_from, pflash_density, n_needles, compress, last;
+    double pflash, pflash_from, pflash_density, n_needles, compress, compress_from, last;
     TextList biases, stops, origins, places;
     bool cpu_moe;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
@@ -209,10 +209,12 @@ static const Flag flags[] = {
       "prompts that end before token N stay dense; default 16384" },
     { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | BENCH | NIAH, FIELD(pflash_density), 0, 100,
       "for measurements: attend to this percentage of the blocks, best scores first; default 0: --pflash decides" },
-    { "--compress", NULL, "R", FLAG_REAL, GENERATE | NIAH, FIELD(compress), 0.001, 0.999,
+    { "--compress", NULL, "R", FLAG_REAL, GENERATE | SERVE | NIAH, FIELD(compress), 0.001, 0.999,
       "prompt compression, lossy: keep this fraction of the tokens of a long prompt (chat: message), those its end "
       "attends to most; default: all" },
-    { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | NIAH, FIELD(scorer), 0, 0,
+    { "--compress-from", NULL, "N", FLAG_INT, GENERATE | SERVE | NIAH, FIELD(compress_from), 64, MAX_CONTEXT,
+      "shorter prompts (chat: messages) are not compressed; default 512 tokens" },
+    { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | SERVE | NIAH, FIELD(scorer), 0, 0,
       "--compress: a small model with the same vocabulary scores the tokens; default: the first layers of the model "
       "itself" },
     { "--against", NULL, "cpu|reference", FLAG_CHOICE, CHECK, FIELD(against), 0, 0,

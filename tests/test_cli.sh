@@ -365,6 +365,7 @@ while read -r names; do
         "--limit ") verb=eval plain="--prompts tests/prompts.jsonl -n 2 -c 500" good=1 bad=-1 ;;
         "--run-code ") verb=eval plain="--prompts tests/prompts.jsonl --limit 1 -n 2" ;;
         "--compress ") good=0.5 bad=1 ;;
+        "--compress-from ") plain="$plain --compress 0.5" good=100 bad=63 ;;
         "--scorer ") plain="$plain --compress 0.5" good="$model" bad=missing.gguf ;;
         "--pflash ") good=0.5 bad=1.5 ;;
         "--pflash-from ") good=0 bad=-1 ;;

@@ -67,7 +67,8 @@ static const struct { const char *name, *words; } companions[] = {     // flags 
     { "--scorer", "--compress 0.3" }, { "--think-budget", "--think" }, { "--history", "-i" },
     { "--tree", "-md mtp.gguf" }, { "--tool-choice", "--tools tools.json" }, { "-ctv", "--kv-layout untied" },
     { "--spec-force", "-md dflash.gguf" }, { "--kv-swa", "-ctk f32" }, { "--pflash", "--pflash-from 0" },
-    { "--compress", "-f long.txt -c 2000" } };
+    { "--compress", "-f long.txt -c 2000" },
+    { "--compress-from", "--compress 0.4" } };
 
 static const char *const files[] = {
     "text.txt", "long.txt", "empty", "tools.json", "schema.json", "form.gbnf", "ids.i32", "noise", "session",
