@@ -526,8 +526,8 @@ static void compress_job(Server *srv, Session *s, Job *job) {
     job->score_seconds = c->seconds;
     if (out.n > (size_t)context_size(srv)) {
         job->fault.code = "context_length_exceeded";
-        refuse(&job->fault, 400, "messages", "This model's maximum context length is %d tokens. However, your prompt of "
-               "%d tokens has %zu when it is compressed.", context_size(srv), job->n_original, out.n);
+        refuse(&job->fault, 400, "messages", "This model's maximum context length is %d tokens. However, your prompt "
+               "of %d tokens has %zu when it is compressed.", context_size(srv), job->n_original, out.n);
     }
     const bool keeps = job->checkpoint_at && n_after <= KEPT_END;
     set_prompt_ids(srv, job, &out, keeps ? (int)out.n - n_after : 0);
