@@ -73,6 +73,12 @@ __attribute__((noreturn)) static void die_no_flag(const char *arg, Verb verb) {
     die("%s: unknown flag; try gemma4 %s%s--help", arg, verb == GENERATE ? "" : name, verb == GENERATE ? "" : " ");
 }
 
+// The flag of this name. llama.cpp's --draft takes a number of tokens, Lucebox's a draft model.
+static const Flag *find_given(const char *arg, const char *value, Verb verb) {
+    const bool file = !strcmp(arg, "--draft") && value && !is_number(value);
+    return find_flag(file ? "-md" : arg, verb);
+}
+
 // Stores the value of a flag; NULL: it has none, which a flag of this kind allows.
 static void set_flag(Flags *f, const Flag *flag, const char *arg, const char *value) {
     void *field = (char *)f + flag->field;
@@ -113,17 +119,26 @@ static void take_foreign(const Flags *f, const Foreign *other, const char *arg, 
              other->kind == NEEDLESS ? other->why : harmless ? "the default" : "without effect here");
 }
 
+// A value as our flag spells it; one that is spelled differently is copied, since flags point to their values.
+static const char *keep_value(const Flag *flag, const char *value, char ours[200]) {
+    const char *v = our_value(flag, value, ours);
+    if (v == value) return value;
+    char *copy = alloc_or_die(strlen(v) + 1, 1);
+    fprintf(stderr, "# %s: %s is %s here\n", flag->name, value, v);
+    return strcpy(copy, v);
+}
+
 static void parse_flags(Flags *f, int argc, char **argv) {
     struct { const char *arg, *value; } others[N_FOREIGN] = { { NULL, NULL } };        // the first of each row's flags
     bool given[N_FLAGS] = { false };
-    char note[600] = "", name[64];
+    char note[600] = "", name[64], ours[200];
     const char *word = NULL;                           // the model file, if it was given without -m
     const int verb_at = find_verb(argc, argv);
     f->verb = verb_at ? verb_named(argv[verb_at]) : GENERATE;
     for (int i = 1; i < argc; i++) {
         if (i == verb_at) continue;
         const char *value = split_word(argv[i], name), *arg = value ? name : argv[i];
-        const Flag *flag = find_flag(arg, f->verb);
+        const Flag *flag = find_given(arg, value ? value : i + 1 < argc ? argv[i + 1] : NULL, f->verb);
         const Foreign *other = flag ? NULL : find_foreign(arg);
         if (!flag && !other) {
             if (arg[0] == '-') die_no_flag(arg, f->verb);
@@ -137,9 +152,16 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             value = argv[++i];
             if (!value) die("%s needs a value: %s", arg, flag ? flag->value : other->value);
         }
+        if (other && other->kind == MEANS) {
+            snprintf(name, sizeof name, "%.*s", (int)strcspn(other->why, " "), other->why);
+            if (value && !strcmp(value, "0")) continue;
+            flag = find_flag(name, f->verb), value = other->why + strlen(name) + 1;
+        }
         if (flag) {
+            if (given[flag - flags] && (flag->field == FIELD(drafter) || flag->field == FIELD(drafters)))
+                die("%s %s: a second draft model; expected one -md", arg, value);
             given[flag - flags] = true;
-            if (flag->verbs & (int)f->verb) set_flag(f, flag, arg, value);
+            if (flag->verbs & (int)f->verb) set_flag(f, flag, arg, value ? keep_value(flag, value, ours) : NULL);
         } else if (!others[other - foreign].arg || other->kind == REFUSED) {
             others[other - foreign].arg = arg == name ? argv[i] : arg;
             others[other - foreign].value = value;

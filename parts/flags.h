@@ -6,6 +6,8 @@
 #ifndef FLAGS_H
 #define FLAGS_H
 
+#include <ctype.h>
+
 // ==== [1] Verbs and flags ===========================================================================================
 
 // gemma4 MODEL [flags] generates text; gemma4 VERB MODEL [flags] does something else. One table describes every flag:
@@ -377,13 +379,14 @@ static const struct { const char *first, *title; } groups[] = {   // headings; f
 enum { N_GROUPS = sizeof groups / sizeof *groups };
 
 // ==== [2] Flags of other programs ===================================================================================
-// Commands written for llama.cpp, Ollama or vLLM work if they ask for nothing that this program does differently. One
-// table says so for each flag; docs/commands.md shows whole commands.
+// Commands written for llama.cpp and its forks, Lucebox, Ollama or vLLM work if they ask for nothing that this program
+// does differently. One table says so for each flag; docs/commands.md shows whole commands.
 
 typedef enum {
     NEEDLESS,                 // accepted with a note: `why` says who does it instead
     REFUSED,                  // the result would be another one: `why` says what to use instead
-    RENAMED                   // our flag `why`
+    RENAMED,                  // our flag `why`
+    MEANS                     // our flag and its value, `why`; a value 0 means nothing
 } ForeignKind;
 
 typedef struct {
@@ -428,13 +431,45 @@ static const Foreign foreign[] = {
       "stdout carries the answer only, stderr the rest; -v shows more" },
     { NEEDLESS, "--log-colors", "[on|off|auto]", NULL, "--color is the flag here" },
     { NEEDLESS, "-lv --verbosity --log-verbosity", "N", NULL, "-v shows more" },
-    { RENAMED, "--max-tokens --num-predict --max-new-tokens", "N", NULL, "-n" },
-    { RENAMED, "--n-ctx --num-ctx --max-model-len --max-seq-len --context", "N", NULL, "-c" },
+    { RENAMED, "--max-tokens --num-predict --max-new-tokens --n-gen", "N", NULL, "-n" },
+    { RENAMED, "--n-ctx --num-ctx --max-model-len --max-seq-len --context --max-ctx", "N", NULL, "-c" },
     { RENAMED, "--verbose-prompt", NULL, NULL, "-v" },
-    { RENAMED, "--served-model-name", "NAME", NULL, "--alias" },
+    { RENAMED, "--served-model-name --model-name", "NAME", NULL, "--alias" },
+    { RENAMED, "--draft-model --mtp --mtp-head", "FILE", NULL, "-md" },
+    { RENAMED, "--draft-method", "NAME", NULL, "--spec" },
+    { RENAMED, "--gamma", "N", NULL, "--draft-max" },
+    { RENAMED, "--ddtree-budget --budget", "N", NULL, "--tree" },
+    { RENAMED, "--kv-k --ctk", "TYPE", NULL, "-ctk" },
+    { RENAMED, "--kv-v --ctv", "TYPE", NULL, "-ctv" },
+    { RENAMED, "--pflash-alpha", "ALPHA", NULL, "--pflash" },
+    { RENAMED, "--prefill-keep-ratio --pflash-keep-ratio --keep-ratio", "R", NULL, "--compress" },
+    { RENAMED, "--prefill-drafter --pflash-scorer", "FILE", NULL, "--scorer" },
+    { RENAMED, "--prefill-threshold --pflash-min-tokens", "N", NULL, "--compress-from" },
+    { MEANS, "--kv-tq3", "[0|1]", NULL, "-ctk tq3" },
+    { MEANS, "--kv-q4", "[0|1]", NULL, "-ctk q4_0" },
+    { MEANS, "--kv-f16", "[0|1]", NULL, "-ctk f16" },
     { RENAMED, "--parallel-sequences --max-num-seqs", "N", NULL, "-np" },
     { RENAMED, "-bf --binary-file", "FILE", NULL, "-f" },
     { RENAMED, "-sp", NULL, NULL, "--special" },
+    { NEEDLESS, "--no-thinking", NULL, NULL, "thoughts are off without --think" },
+    { NEEDLESS, "--ddtree --fast-rollback --ddtree-no-chain-seed --no-chain-seed", NULL, NULL,
+      "--tree N, or --ddtree-budget N, drafts a tree; it begins with the most likely chain, and drops cost nothing" },
+    { NEEDLESS, "--draft-max-adaptive", NULL, NULL, "--spec auto, the default with -md, adapts the number of drafts" },
+    { NEEDLESS, "--draft-kv-cap --draft-swa --draft-ctx-max", "N", NULL, "the plan sizes the draft model's cache" },
+    { NEEDLESS, "--draft-swa-trunc --mem-diag", NULL, NULL, "the memory plan decides, and -v prints it" },
+    { NEEDLESS, "--gpu --target-device --target-devices --draft-device", "V", NULL,
+      "CUDA_VISIBLE_DEVICES selects the GPU" },
+    { REFUSED, "--fa-window", "N", "0",
+      "global layers attend to all tokens; --pflash ALPHA makes long prompts faster, --pflash-from N says from where" },
+    { REFUSED, "--ddtree-temp", "T", "1|1.0", "trees use the draft model's own probabilities; --tree N" },
+    { REFUSED, "--draft-block-size --verify-width", "N", NULL,
+      "a block of N tokens holds N - 1 drafts; use --draft-max with that number" },
+    { REFUSED, "--mtp-pos-mode", "MODE", "const", "positions in an MTP chain are constant, as in Google's reference" },
+    { REFUSED, "--prefill-compression", "MODE", "off", "--compress R shows the model a part of long prompts" },
+    { REFUSED, "--tokens --tokens-file", "V", NULL, "prompts are texts: -p or -f FILE; logits --ids FILE runs ids" },
+    { REFUSED, "--bench", NULL, NULL, "gemma4 bench MODEL.gguf measures speed" },
+    { REFUSED, "--daemon", NULL, NULL, "gemma4 serve MODEL.gguf is a server" },
+    { REFUSED, "--stream-fd", "N", NULL, "gemma4 serve MODEL.gguf is a server" },
     { REFUSED, "-hf -hfr --hf-repo -hff --hf-file -hfd --hf-repo-draft -mu --model-url -dr --docker-repo", "V", NULL,
       "gemma4 opens files only; ./run.sh --fetch NAME downloads a model" },
     { REFUSED, "--lora --lora-scaled --control-vector --control-vector-scaled", "V", NULL,
@@ -485,6 +520,14 @@ static const Foreign foreign[] = {
     { REFUSED, "--list-devices --completion-bash", NULL, NULL, "see --version and --document" },
 };
 enum { N_FOREIGN = sizeof foreign / sizeof *foreign };
+
+// Values of our flags as other programs spell them. The types with 3 and 4 bits differ from ours in the order of their
+// bits and the size of their groups, not in kind.
+static const struct { const char *flags, *names, *ours; } foreign_values[] = {
+    { "-ctk -ctv --kv-swa", "tq3_0 turbo3 turbo3_0 tbq3 tbq3_0 k3 v3", "tq3" },
+    { "-ctk -ctv --kv-swa", "tq4_0 turbo4 turbo4_0 tbq4 tbq4_0 k4 v4", "tq4" },
+    { "--spec", "none", "off" }, { "--spec", "draft-mtp", "mtp" }, { "--spec", "draft-dflash", "dflash" },
+    { "--spec", "ngram-simple", "ngram" } };
 
 static bool has_penalties(const Flags *f) {             // given by flags; the file may have some too
     return f->repeat < 1 || f->repeat > 1 || f->presence != 0 || f->frequency != 0;
@@ -558,14 +601,36 @@ static const Foreign *find_foreign(const char *arg) {
     return NULL;
 }
 
-// Returns the flag of this name that the verb takes. If the verb takes none, returns the first flag of this name, which
-// refuse_flag() then refuses. Returns NULL if no flag has this name.
+// Returns the flag of this name, or of another program's name for it, that the verb takes. If the verb takes none,
+// returns the first flag of this name, which refuse_flag() then refuses. Returns NULL if no flag has this name.
 static const Flag *find_flag(const char *arg, Verb verb) {
     const Flag *flag = NULL;
     for (size_t k = 0; k < N_FLAGS; k++)
         if (is_named(&flags[k], arg) && (!flag || flags[k].verbs & (int)verb)) flag = &flags[k];
-    const Foreign *other = flag ? NULL : find_foreign(arg);
-    return other && other->kind == RENAMED ? find_flag(other->why, verb) : flag;
+    const Foreign *other = flag && flag->verbs & (int)verb ? NULL : find_foreign(arg);
+    const Flag *ours = other && other->kind == RENAMED ? find_flag(other->why, verb) : NULL;
+    return ours && (!flag || ours->verbs & (int)verb) ? ours : flag;
+}
+
+// A value, or values separated by commas, as our flag spells them, in `out`.
+static const char *our_value(const Flag *flag, const char *value, char out[200]) {
+    size_t n = 0;
+    if (strlen(value) >= 100) return value;
+    for (const char *at = value; ; at++) {
+        const int len = (int)strcspn(at, ",");
+        const char *ours = NULL;
+        char word[100];
+        for (int i = 0; i < len; i++) word[i] = (char)tolower((unsigned char)at[i]);
+        word[len] = 0;
+        for (size_t k = 0; k < sizeof foreign_values / sizeof *foreign_values; k++)
+            if (is_listed(foreign_values[k].flags, flag->name) && is_listed(foreign_values[k].names, word))
+                ours = foreign_values[k].ours;
+        n += (size_t)snprintf(out + n, 200 - n, "%.*s", ours ? (int)strlen(ours) : len, ours ? ours : at);
+        at += len;
+        if (!*at) break;
+        out[n++] = ',';
+    }
+    return strcmp(out, value) ? out : value;
 }
 
 // True if the word after a flag belongs to it. next: NULL if there is none.
@@ -719,7 +784,7 @@ static void print_item(const char *name, const char *text, const char *more) {  
 }
 
 static void print_man(void) {
-    static const char *const kinds[] = { "accepted, not needed", "refused", "same as" };
+    static const char *const kinds[] = { "accepted, not needed", "refused", "same as", "same as" };
     char text[200], owners[200];
     printf(".TH GEMMA4 1 \"\" \"gemma4 " VERSION "\" \"User Commands\"\n"
            ".SH NAME\ngemma4 \\- runs Gemma 4 text models from GGUF files\n"
