@@ -14,6 +14,8 @@
 #if __has_include(<linux/landlock.h>)
 #include <linux/landlock.h>
 #endif
+#else
+extern char **environ;
 #endif
 
 // ==== [1] Texts =====================================================================================================
@@ -283,13 +285,18 @@ static void make_program(TokText *out, TokStr given, TokStr answer, TokStr tests
 }
 
 __attribute__((noreturn)) static void run_python(const char *folder, int out) {        // in a child
-    char *const argv[] = { "python3", "-I", "-B", "program.py", NULL };
-    char *const environment[] = { "PATH=/usr/local/bin:/usr/bin:/bin", "LANG=C.UTF-8", "HOME=/nonexistent", NULL };
+    char *argv[] = { "python3", "-I", "-B", "program.py", NULL };
+    char *environment[] = { "PATH=/usr/local/bin:/usr/bin:/bin", "LANG=C.UTF-8", "HOME=/nonexistent", NULL };
     const int in = open("/dev/null", O_RDWR);
     if (chdir(folder) || in < 0 || dup2(in, 0) < 0 || dup2(out, 1) < 0 || dup2(in, 2) < 0) _exit(127);
     for (int fd = 3; fd < 1024; fd++) close(fd);
     confine(".");
+#ifdef __linux__
     execvpe(argv[0], argv, environment);
+#else
+    environ = environment;
+    execvp(argv[0], argv);
+#endif
     _exit(127);
 }
 

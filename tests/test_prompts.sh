@@ -93,6 +93,28 @@ echo "some notes" >"$tmp/notes"
 fails "another file" "expected a file of gemma4 eval" "$@" --csv "$tmp/notes"
 ok "which is unchanged" [ "$(cat "$tmp/notes")" = "some notes" ]
 
+# ---- Ctrl-C ----
+
+if env --default-signal=INT true 2>/dev/null; then      # a shell starts background commands with SIGINT ignored
+    rm -f "$tmp/rows.csv"
+    env --default-signal=INT "$gemma4" eval $mini-q8_0.gguf --prompts $prompts -n 400 --csv "$tmp/rows.csv" >"$tmp/out" 2>"$tmp/err" &
+    pid=$!
+    for _ in $(seq 3000); do
+        [ "$(cat "$tmp/rows.csv" 2>/dev/null | wc -l)" -lt 3 ] || break
+        sleep 0.01
+    done
+    kill -INT $pid
+    wait $pid
+    status=$?
+    n=$(grep -c '' "$tmp/rows.csv")
+    ok "Ctrl-C: status 130" [ "$status" -eq 130 ]
+    ok "Ctrl-C: it says how to continue" grep -q "^# interrupted: $((n - 1)) of 48 prompts are done; the same command continues\$" "$tmp/err"
+    ok "Ctrl-C: only whole answers have rows" sh -c "! grep -q interrupted '$tmp/rows.csv'"
+    ok "Ctrl-C: the sums of these rows" grep -q "^| mean of $((n - 1)) | all |" "$tmp/out"
+else
+    skip "env has no --default-signal: Ctrl-C"
+fi
+
 # ---- bad lines ----
 
 bad() { # bad NAME LINE TEXT
