@@ -164,6 +164,12 @@ static const char *read_task(Eval *e, const GgufJson *line, EvalTask *task) {
     return tok_chat(e->t, &chat, &task->ids, NULL) < 0 ? e->t->err : NULL;
 }
 
+static void free_task(EvalTask *t) {
+    TokText *const texts[] = { &t->messages, &t->id, &t->kind, &t->want, &t->given, &t->entry };
+    for (size_t k = 0; k < sizeof texts / sizeof *texts; k++) tok_text_free(texts[k]);
+    tok_ids_free(&t->ids);
+}
+
 // Reads the prompts of a file (text, n). All errors come before the first answer.
 static void read_tasks(Eval *e, const char *text, size_t n) {
     const char *path = e->o->prompts, *err, *wrong;
@@ -646,10 +652,8 @@ static void print_code_note(const Eval *e) {
 
 static void free_eval(Eval *e) {
     for (int i = 0; i < e->n; i++) {
-        EvalTask *t = &e->tasks[i];
-        TokText *const texts[] = { &t->messages, &t->id, &t->kind, &t->want, &t->given, &t->entry, &e->rows[i].end };
-        for (size_t k = 0; k < sizeof texts / sizeof *texts; k++) tok_text_free(texts[k]);
-        tok_ids_free(&t->ids);
+        free_task(&e->tasks[i]);
+        tok_text_free(&e->rows[i].end);
     }
     free(e->tasks);
     free(e->rows);

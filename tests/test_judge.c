@@ -165,6 +165,7 @@ static void test_lines(void) {
         }
         CHECK(after_last(str_of(&prompt), cases[i].prompt).s, "line %zu: the prompt is '%.*s'", i, (int)prompt.n, prompt.s);
         tok_text_free(&prompt);
+        free_task(&task);
     }
     static const char *const bad[] = { "{\"text\":\"Hello\"}", "{\"prompt\":\"x\",\"check\":\"maybe\"}", "{\"prompt\":\"x\",\"check\":\"number\"}",
                                        "{\"messages\":\"Hello\"}", "{\"messages\":[{\"content\":1}]}" };
@@ -174,6 +175,7 @@ static void test_lines(void) {
         size_t at;
         const char *err;
         CHECK(!gguf_json_parse(bad[i], strlen(bad[i]), &line, &at, &err) && read_task(&e, &line, &task), "bad line %zu is refused", i);
+        free_task(&task);
     }
     tok_free(&t);
     gguf_close(&g);
