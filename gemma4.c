@@ -996,6 +996,8 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/sweep.h"
 #include "parts/compress.h"
 #include "parts/niah.h"
+#include "parts/judge.h"
+#include "parts/eval.h"
 #include "parts/view.h"
 #include "parts/lines.h"
 #include "parts/chat.h"

@@ -2,6 +2,7 @@
 # Builds gemma4 and runs it:    ./run.sh [MODEL.gguf] [gemma4 flags ...]
 # Downloads a model to models/: ./run.sh --fetch NAME          (resumes a partial download; without NAME: the list)
 #                               ./run.sh --fetch best          (the one that suits this machine; says why)
+# Downloads prompts for gemma4 eval: ./run.sh --fetch humaneval  (or gsm8k, math)
 #
 # The model is the first argument, else $GEMMA4_MODEL, else the small one in models/. Without any argument it tells a story.
 # Works from any directory. Everything but the generated text goes to stderr.
@@ -49,6 +50,20 @@ e4b    ggml-org/gemma-4-E4B-it-GGUF      gemma-4-E4B-it-Q4_K_M.gguf      5.3
 12b    ggml-org/gemma-4-12B-it-GGUF      gemma-4-12B-it-Q4_K_M.gguf      7.4
 26b    ggml-org/gemma-4-26B-A4B-it-GGUF  gemma-4-26B-A4B-it-Q4_K_M.gguf  16.8
 31b    ggml-org/gemma-4-31B-it-GGUF      gemma-4-31B-it-Q4_K_M.gguf      18.7
+e2b-mtp     ggml-org/gemma-4-E2B-it-GGUF  mtp-gemma-4-E2B-it-Q8_0.gguf    0.1
+e4b-mtp     ggml-org/gemma-4-E4B-it-GGUF  mtp-gemma-4-E4B-it-Q8_0.gguf    0.1
+12b-mtp     ggml-org/gemma-4-12B-it-GGUF  mtp-gemma-4-12B-it-Q8_0.gguf    0.5
+26b-dflash  Lucebox/gemma-4-26B-A4B-it-DFlash-GGUF  gemma-4-26B-A4B-it-DFlash-q8_0.gguf  0.5
+31b-dflash  Lucebox/gemma-4-31B-it-DFlash-GGUF      gemma-4-31B-it-DFlash-q8_0.gguf      1.6
+END
+}
+
+# Prompts for gemma4 eval: name, address, SHA-256 of what is there or -, number of prompts, license.
+prompts() {
+    cat <<'END'
+humaneval https://raw.githubusercontent.com/openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d/data/HumanEval.jsonl.gz b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef 164 MIT
+gsm8k https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data/test.jsonl 3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14 1319 MIT
+math https://huggingface.co/datasets/HuggingFaceH4/MATH-500/resolve/main/test.jsonl - 500 MIT
 END
 }
 
@@ -106,6 +121,45 @@ is_complete() {
     fi
 }
 
+need_curl() {
+    command -v curl >/dev/null 2>&1 && return
+    say "--fetch: curl not found; to install it: $(how_to_install curl "brew install curl" curl curl curl curl curl)"
+    return 1
+}
+
+# is_whole FILE COUNT: the file has that many lines of JSON objects.
+is_whole() {
+    [ "$(grep -c '' "$1")" -eq "$2" ] && [ "$(grep -c '^{.*}' "$1")" -eq "$2" ]
+}
+
+# fetch_prompts NAME ADDRESS SHA256 COUNT LICENSE: downloads prompts to models/NAME.jsonl.
+fetch_prompts() {
+    file=$here/models/$1.jsonl part=$here/models/$1.jsonl.part
+    use="gemma4 eval MODEL --prompts $file"
+    if [ -f "$file" ]; then
+        is_whole "$file" "$4" || { say "$file: expected $4 lines of JSON objects; move it away to download it again"; return 1; }
+        say "$file: complete: $4 prompts, license $5; $use"
+        return 0
+    fi
+    need_curl || return 1
+    mkdir -p "$here/models" || return 1
+    rm -f "$part"
+    curl -fL --progress-bar -o "$part" "$2" || { rm -f "$part"; say "--fetch: $2: download failed; is there a network connection?"; return 1; }
+    got=$(sha256_of "$part")
+    if [ "$3" != - ] && [ "$got" ] && [ "$got" != "$3" ]; then
+        rm -f "$part"
+        say "--fetch: $2: expected SHA-256 $3, got $got; removed it"
+        return 1
+    fi
+    case $2 in
+    *.gz) gzip -dc <"$part" >"$file" || { rm -f "$part" "$file"; say "--fetch: $2: cannot unpack; removed it"; return 1; } ;;
+    *) mv "$part" "$file" ;;
+    esac
+    rm -f "$part"
+    is_whole "$file" "$4" || { rm -f "$file"; say "--fetch: $2: expected $4 lines of JSON objects; removed it"; return 1; }
+    say "$file: complete: $4 prompts, license $5; $use"
+}
+
 # Downloads the file of that name to models/FILE.part, checks size and SHA-256, and makes it models/FILE.
 fetch() {
     if [ "$1" = best ]; then
@@ -113,19 +167,23 @@ fetch() {
         say "--fetch ${choice%% *}: ${choice#* }; any context and cache type that fits is planned at start"
         set -- "${choice%% *}"
     fi
+    line=$(prompts | awk -v name="$1" '$1 == name')
+    if [ "$line" ]; then
+        # shellcheck disable=SC2086  # the line's words
+        fetch_prompts $line
+        return
+    fi
     line=$(models | awk -v name="$1" '$1 == name')
     if [ -z "$line" ]; then
-        say "--fetch: expected one of these names, got '$1'"
-        models | awk '{ printf "  %-8s %5s GB  %s  %s\n", $1, $4, $2, $3 }' >&2
+        say "--fetch: expected one of these names, got '$1'; NAME-mtp and NAME-dflash are draft models, for -md"
+        models | awk '{ printf "  %-10s %5s GB  %s  %s\n", $1, $4, $2, $3 }' >&2
+        prompts | awk '{ printf "  %-10s prompts for gemma4 eval: %s of them, license %s\n", $1, $4, $5 }' >&2
         return 1
     fi
     # shellcheck disable=SC2086  # the line's words
     set -- $line
     file=$here/models/$3 part=$here/models/$3.part url=https://huggingface.co/$2/resolve/main/$3
-    if ! command -v curl >/dev/null 2>&1; then
-        say "--fetch: curl not found; to install it: $(how_to_install curl "brew install curl" curl curl curl curl curl)"
-        return 1
-    fi
+    need_curl || return 1
     headers=$(curl -sIL "$url") || { say "--fetch: $url: no response; is there a network connection?"; return 1; }
     size=$(header x-linked-size "$headers") sha=$(header x-linked-etag "$headers")
     case $size in
@@ -171,7 +229,7 @@ case ${1:-} in
     if [ "${2:-}" = best ]; then advise "$file"; fi
     exit ;;
 -h | --help)
-    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
     echo ;;
 esac
 

@@ -94,7 +94,7 @@ static void print_drafts(const Turn *t) {
         if (d->by_source[k]) fprintf(stderr, ", %s in %d", spec_names[k], d->by_source[k]);
     if (!t->loop) {
         fprintf(stderr, "; draft acceptance %d/%d, %.2f tokens per step; per position:", d->accepted, d->drafted,
-                (double)(t->made - (t->steps == 0)) / max_int(t->steps, 1));
+                tokens_per_step(t));
         for (int i = 0; i < DRAFT_DEPTHS && d->tried[i]; i++)
             fprintf(stderr, " %.0f", 100.0 * d->accepted_at[i] / d->tried[i]);
         fprintf(stderr, " %%");
@@ -118,6 +118,8 @@ static void print_turn(const Turn *t) {
             t->n_run / t->prompt_seconds);
     if (t->n_cached) fprintf(stderr, "; %d were cached", t->n_cached);
     if (not_run(t)) fprintf(stderr, "; %d did not run", not_run(t));
+    if (t->n_original)
+        fprintf(stderr, "; compressed (lossy) from %d tokens, %.3f s of it", t->n_original, t->score_seconds);
     if (t->density > 0) fprintf(stderr, "; pFlash: attended to %.1f %% of the blocks", 100 * t->density);
     if (t->steps)
         fprintf(stderr, "\n# decode: %d tokens in %d steps, %.3f s, %.1f tok/s, %.2f GB/s", t->made - 1, t->steps,
@@ -136,12 +138,14 @@ static void print_summary(const Turn *t) {
     fprintf(stderr, "# %s%d token%s", style.dim, t->made, t->made == 1 ? "" : "s");
     if (t->steps) fprintf(stderr, ", %.1f tok/s", (t->made - 1) / t->decode_seconds);
     fprintf(stderr, "; prompt %d", t->n_prompt);
+    if (t->n_original) fprintf(stderr, " of %d", t->n_original);
     if (t->n_cached) fprintf(stderr, " (%d cached)", t->n_cached);
     if (not_run(t)) fprintf(stderr, " (%d did not run)", not_run(t));
     fprintf(stderr, ", %.1f tok/s", t->n_run / t->prompt_seconds);
     if (t->drafts.n_steps && !t->loop)
-        fprintf(stderr, "; drafts accepted %d/%d", t->drafts.accepted, t->drafts.drafted);
-    if (t->joules > 0) fprintf(stderr, "; %.1f J", t->joules);
+        fprintf(stderr, "; drafts accepted %d/%d, %.2f tokens per step", t->drafts.accepted, t->drafts.drafted,
+                tokens_per_step(t));
+    if (t->joules > 0) fprintf(stderr, "; %.1f J, %.3f J per token", t->joules, t->joules / max_int(t->made, 1));
     if (t->end != END_TURN) fprintf(stderr, "; stopped: %s", t->why);
     fprintf(stderr, "%s\n", style.normal);
     if (t->loop) print_loop(t);

@@ -73,6 +73,11 @@ static inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * 
 static inline int min_int(int a, int b) { return a < b ? a : b; }
 static inline int max_int(int a, int b) { return a > b ? a : b; }
 
+static inline const char *base_name(const char *path) {                // what follows the last slash
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
 // Reads a whole file of at most MAX_FILE bytes; path NULL: the rest of standard input. The caller frees the result.
 void *read_file(const char *path, size_t *size, const char *flag);
 // Reads a text in the same way: drops the byte order mark of UTF-8, converts UTF-16 that has one to UTF-8. Dies if the

@@ -116,9 +116,9 @@ static bool skip_oldest(Chat *c, TokIds *ids) {
 }
 
 // Replaces a conversation's ids by those that the model is shown: what it was shown before is unchanged, and the last
-// message is compressed if it is long. A later prompt is sure to begin with the first *checkpoint_at ids, before and
+// message is compressed if it is long. A later prompt is sure to begin with the first p->checkpoint_at ids, before and
 // after. False: c->err says why it cannot.
-static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, int *checkpoint_at) {
+static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, Prompt *p) {
     Tokenizer *t = session_tokenizer(c->s);
     TokIds part = { 0 }, all = { 0 }, out = { 0 };
     const bool known = c->said.n && same_ids(&c->said, ids) == (int)c->said.n;
@@ -131,12 +131,13 @@ static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, int *checkpoi
     const bool ok = compress_prompt(&c->compressor, c->s, all.ids, (int)all.n, first, &out);
     if (!ok) snprintf(c->err, sizeof c->err, "%s", c->compressor.err);
     if (ok) {
-        const int n_after = (int)ids->n - *checkpoint_at;    // the end of the prompt, which is not compressed
+        const int n_after = (int)ids->n - p->checkpoint_at;      // the end of the prompt, which is not compressed
         print_compressed((int)out.n, (int)all.n);
+        if (out.n < ids->n) p->n_original = (int)ids->n;
         c->said.n = c->shown.n = 0;
-        for (int i = 0; i < *checkpoint_at; i++) push_id(t, &c->said, ids->ids[i]);
-        *checkpoint_at = (int)out.n - n_after;
-        for (int i = 0; i < *checkpoint_at; i++) push_id(t, &c->shown, out.ids[i]);
+        for (int i = 0; i < p->checkpoint_at; i++) push_id(t, &c->said, ids->ids[i]);
+        p->checkpoint_at = (int)out.n - n_after;
+        for (int i = 0; i < p->checkpoint_at; i++) push_id(t, &c->shown, out.ids[i]);
         ids->n = 0;
         for (size_t i = 0; i < out.n; i++) push_id(t, ids, out.ids[i]);
     }
@@ -156,7 +157,7 @@ static bool answer(Chat *c) {
     bool ok = render(c, c->n_skipped, n, true, &ids) == 0;
     if (!ok) snprintf(c->err, sizeof c->err, "%s", session_tokenizer(c->s)->err);
     if (ok && lossy && render(c, c->n_skipped, n, false, &part) == 0) p.checkpoint_at = same_ids(&part, &ids);
-    if (ok && lossy) ok = compress_last(c, n, &ids, &p.checkpoint_at);
+    if (ok && lossy) ok = compress_last(c, n, &ids, &p);
     if (ok && ids.n > n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids))) {
         snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, but the context only %zu; try "
                                         "-c %zu%s",
@@ -165,6 +166,7 @@ static bool answer(Chat *c) {
     }
     if (ok) {
         p.ids = ids.ids, p.n = (int)ids.n;
+        p.score_seconds = lossy ? c->compressor.seconds : 0;
         if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
         if (!lossy && (c->chatting || c->session) && render(c, c->n_skipped, n, false, &part) == 0)
             p.checkpoint_at = same_ids(&part, &ids);

@@ -9,7 +9,7 @@
 
 // Dies because the verb does not take this flag. The message names the verbs that take it.
 static void refuse_flag(const Flag *flag, Verb verb) {
-    char owners[90] = "";
+    char owners[140] = "";
     for (size_t k = 0; k < N_VERBS; k++) {
         if (!(flag->verbs & (int)verbs[k].verb)) continue;
         snprintf(owners + strlen(owners), sizeof owners - strlen(owners), "%s%s", *owners ? ", " : "", verbs[k].name);
@@ -42,7 +42,7 @@ static int find_verb(int argc, char **argv) {
 static bool is_no_file(const char *word) { return *word && !strpbrk(word, "./") && access(word, F_OK); }
 
 __attribute__((noreturn)) static void die_no_verb(const char *word) {
-    char names[120] = "";
+    char names[200] = "";
     for (size_t k = 0; k < sizeof foreign_words / sizeof *foreign_words; k++)
         if (is_listed(foreign_words[k].names, word))
             die("there is no command '%s'; type %s", word, foreign_words[k].instead);
@@ -71,6 +71,12 @@ __attribute__((noreturn)) static void die_no_flag(const char *arg, Verb verb) {
     const char *near = near_miss(arg, true, verb), *name = verb_name(verb);
     if (*near) die("%s: unknown flag; did you mean %s?", arg, near);
     die("%s: unknown flag; try gemma4 %s%s--help", arg, verb == GENERATE ? "" : name, verb == GENERATE ? "" : " ");
+}
+
+// The flag of this name. llama.cpp's --draft takes a number of tokens, Lucebox's a draft model.
+static const Flag *find_given(const char *arg, const char *value, Verb verb) {
+    const bool file = !strcmp(arg, "--draft") && value && !is_number(value);
+    return find_flag(file ? "-md" : arg, verb);
 }
 
 // Stores the value of a flag; NULL: it has none, which a flag of this kind allows.
@@ -113,17 +119,26 @@ static void take_foreign(const Flags *f, const Foreign *other, const char *arg, 
              other->kind == NEEDLESS ? other->why : harmless ? "the default" : "without effect here");
 }
 
+// A value as our flag spells it; one that is spelled differently is copied, since flags point to their values.
+static const char *keep_value(const Flag *flag, const char *value, char ours[200]) {
+    const char *v = our_value(flag, value, ours);
+    if (v == value) return value;
+    char *copy = alloc_or_die(strlen(v) + 1, 1);
+    fprintf(stderr, "# %s: %s is %s here\n", flag->name, value, v);
+    return strcpy(copy, v);
+}
+
 static void parse_flags(Flags *f, int argc, char **argv) {
     struct { const char *arg, *value; } others[N_FOREIGN] = { { NULL, NULL } };        // the first of each row's flags
     bool given[N_FLAGS] = { false };
-    char note[600] = "", name[64];
+    char note[600] = "", name[64], ours[200];
     const char *word = NULL;                           // the model file, if it was given without -m
     const int verb_at = find_verb(argc, argv);
     f->verb = verb_at ? verb_named(argv[verb_at]) : GENERATE;
     for (int i = 1; i < argc; i++) {
         if (i == verb_at) continue;
         const char *value = split_word(argv[i], name), *arg = value ? name : argv[i];
-        const Flag *flag = find_flag(arg, f->verb);
+        const Flag *flag = find_given(arg, value ? value : i + 1 < argc ? argv[i + 1] : NULL, f->verb);
         const Foreign *other = flag ? NULL : find_foreign(arg);
         if (!flag && !other) {
             if (arg[0] == '-') die_no_flag(arg, f->verb);
@@ -137,9 +152,16 @@ static void parse_flags(Flags *f, int argc, char **argv) {
             value = argv[++i];
             if (!value) die("%s needs a value: %s", arg, flag ? flag->value : other->value);
         }
+        if (other && other->kind == MEANS) {
+            snprintf(name, sizeof name, "%.*s", (int)strcspn(other->why, " "), other->why);
+            if (value && !strcmp(value, "0")) continue;
+            flag = find_flag(name, f->verb), value = other->why + strlen(name) + 1;
+        }
         if (flag) {
+            if (given[flag - flags] && (flag->field == FIELD(drafter) || flag->field == FIELD(drafters)))
+                die("%s %s: a second draft model; expected one -md", arg, value);
             given[flag - flags] = true;
-            if (flag->verbs & (int)f->verb) set_flag(f, flag, arg, value);
+            if (flag->verbs & (int)f->verb) set_flag(f, flag, arg, value ? keep_value(flag, value, ours) : NULL);
         } else if (!others[other - foreign].arg || other->kind == REFUSED) {
             others[other - foreign].arg = arg == name ? argv[i] : arg;
             others[other - foreign].value = value;
@@ -330,6 +352,10 @@ static void check_generate_flags(const Flags *f, bool chatting) {
     if (!chatting && f->history) die("--history is an option of a chat; try -i");
 }
 
+static Compressor compressor_of(const Flags *f) {
+    return (Compressor){ .ratio = (float)f->compress, .from = (int)f->compress_from, .file = f->scorer };
+}
+
 static SampleParams sampling_params(const Flags *f, Gguf *g) {
     const uint64_t clock_seed = ((uint64_t)time(NULL) * 1000003u ^ (uint64_t)getpid()) & 0xffffffff;
     const double seed = isnan(f->seed) ? (double)clock_seed : f->seed;
@@ -372,7 +398,8 @@ static void answer_once(Chat *c, const TokIds *raw, const char *from) {
         if (!compress_prompt(&c->compressor, s, raw->ids, (int)raw->n, max_int((int)session_held(s)->n, 1), &c->shown))
             die("%s", c->compressor.err);
         print_compressed((int)c->shown.n, (int)raw->n);
-        p.ids = c->shown.ids, p.n = (int)c->shown.n;
+        if (c->shown.n < raw->n) p.n_original = (int)raw->n;
+        p.ids = c->shown.ids, p.n = (int)c->shown.n, p.score_seconds = c->compressor.seconds;
     }
     if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
     if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show)))
@@ -519,7 +546,7 @@ static int verb_generate(const Flags *f, const Ops *ops, ModelOptions o) {
     if (f->think && f->think_budget >= 0 && tok.channel_close < 0)
         die("--think-budget: %s: expected a token <channel|>, got none", model_path(m));
     Chat c = { .tools = { tools, n_tools }, .think = f->think, .verbose = f->verbose, .chatting = chatting,
-               .raw = f->raw, .session = f->session, .compressor = { .ratio = (float)f->compress, .file = f->scorer },
+               .raw = f->raw, .session = f->session, .compressor = compressor_of(f),
                .show = { (int)f->top_logits, f->show_thoughts, .newline = chatting, .exact = f->raw } };
     c.options = (AnswerOptions){ .n_predict = (int)f->n_predict, .ignore_eos = f->ignore_eos, .stops = f->stops,
                                  .keep_logits = f->top_logits > 0, .think_budget = (int)f->think_budget,
@@ -598,8 +625,33 @@ static void run_niah(const Flags *f, const Ops *ops, ModelOptions o) {
         .lengths = parse_list("-p", f->prompts ? f->prompts : "1024,2048,4096", 0), .n_needles = (int)f->n_needles,
         .depths = parse_list("-d", f->depths ? f->depths : "0,25,50,75,100", 0), .n_runs = (int)f->n_runs,
         .csv = is_choice(f->out, "csv"), .svg = f->svg, .hay = hay, .n_hay = n,
-        .compressor = { .ratio = (float)f->compress, .file = f->scorer } });
+        .compressor = compressor_of(f) });
     free(hay);
+}
+
+static int run_eval(const Flags *f, const Ops *ops, ModelOptions o) {
+    EvalOptions e = { .prompts = f->prompt_list, .csv = f->csv, .system = f->system, .limit = (int)f->n_prompts,
+                      .run_code = f->run_code, .think = f->think,
+                      .format = (EvalFormat)number_of(f->out, format_names, EVAL_MD),
+                      .answer = { .n_predict = f->n_predict < 0 ? 512 : (int)f->n_predict, .may_think = f->think,
+                                  .think_budget = (int)f->think_budget } };
+    Tokenizer tok;
+    if (!e.prompts) die("--prompts: expected a file; try gemma4 eval %s --prompts FILE.jsonl", f->model);
+    if (access(e.prompts, R_OK)) die("--prompts: %s: %s", e.prompts, strerror(errno));      // before the model is read
+    o.penalties = has_penalties(f);
+    e.answer.drafting = drafting_of(f, ops, &o);
+    Model *m = model_open(f->model, ops, o, NULL);
+    check_drafting(m, &e.answer.drafting);
+    model_tokenizer(m, &tok);
+    if (f->chat_template) tok.large_variant = is_choice(f->chat_template, "large");
+    e.answer.sampling = sampling_params(f, &m->gguf);
+    if (isnan(f->temperature)) e.answer.sampling.temperature = 0;
+    if (isnan(f->seed)) e.answer.sampling.seed = 1;
+    read_weights(m, false);
+    const int status = eval_prompts(m, &tok, &e);
+    tok_free(&tok);
+    model_close(m);
+    return status;
 }
 
 static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
@@ -616,7 +668,8 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
                        .think_budget = (int)f->think_budget, .think = f->think, .fixed_seed = !isnan(f->seed),
                        .chunk = (int)f->chunk, .session_dir = f->session_dir,
                        .session_disk = (size_t)f->session_disk << 20, .log_text = f->log_text,
-                       .origins = f->origins, .public_url = f->public_url,
+                       .origins = f->origins, .public_url = f->public_url, .compress = (float)f->compress,
+                       .compress_from = (int)f->compress_from, .scorer = f->scorer,
                        .cache_ram = f->cache_ram < 0 ? free_bytes / 8 : (size_t)f->cache_ram << 20 };
     if (s.cache_ram > free_bytes) {
         fprintf(stderr, "# warning: --cache-ram %.0f exceeds the available memory; %zu MiB are used\n", f->cache_ram,
@@ -691,6 +744,8 @@ static const char *tensor_places(const Flags *f) {
 static ModelOptions plan_options(const Flags *f) {
     ModelOptions o = { .n_seqs = 1, .n_batch = BATCH_FIT, .n_logits = 1, .memory = (size_t)(f->memory * (1 << 30)) };
     if (f->scorer && !f->compress) die("--scorer needs --compress; try --compress 0.2");
+    if (f->compress_from != COMPRESS_FROM && !f->compress)
+        die("--compress-from needs --compress; try --compress 0.2");
     if (f->scorer && access(f->scorer, R_OK)) die("--scorer: %s: %s", f->scorer, strerror(errno));    // loaded later
     o.can_score = f->compress && !f->scorer;
     o.n_ctx = f->n_ctx < 0 ? 0 : f->n_ctx > 0 ? (int)f->n_ctx : CTX_FIT;
@@ -880,7 +935,7 @@ static int command_line(int argc, char **argv) {
     Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
                 .min_p = NAN, .repeat = NAN, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
                 .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
-                .pflash_from = 16384, .n_needles = 1, .last = VIEW_ROWS };
+                .pflash_from = 16384, .n_needles = 1, .compress_from = COMPRESS_FROM, .last = VIEW_ROWS };
     int status = 0;
     signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     parse_flags(&f, argc, argv);
@@ -924,6 +979,7 @@ static int command_line(int argc, char **argv) {
     case BENCH: run_bench(&f, ops); break;
     case SWEEP: run_sweep(&f, ops, o); break;
     case NIAH:  run_niah(&f, ops, o); break;
+    case EVAL:  status = run_eval(&f, ops, o); break;
     case CHECK: status = verb_check(f.model, ops, judge, o); break;
     case PPL:   status = run_ppl(&f, ops, o); break;
     case LOGITS: run_logits(&f, ops, o); break;

@@ -12,8 +12,10 @@
 // The scorer stays loaded together with the target, in the memory that the target's plan has left.
 typedef struct {
     float       ratio;        // part of the tokens that is kept; 0: no compression
+    int         from;         // prompts with fewer tokens stay as they are; 0: COMPRESS_FROM
     const char *file;         // of the scorer; NULL: the target scores with its own first layers
     Model      *scorer;       // NULL: not loaded yet, or the target
+    double      seconds;      // that the last prompt took
     char        err[512];
 } Compressor;
 
@@ -80,15 +82,32 @@ static void keep_words(const Tokenizer *t, const int32_t *ids, int n, bool *keep
     }
 }
 
+// Keeps the marks between messages, and the role after <|turn>: a conversation stays one.
+static void keep_marks(const Tokenizer *t, const int32_t *ids, int n, bool *keep) {
+    enum { ROLE_TOKENS = 8 };
+    for (int i = 0; i < n; i++) {
+        if (!tok_piece(t, ids[i], false).n) keep[i] = true;
+        for (int j = i + 1; ids[i] == t->turn_open && j < n && j <= i + ROLE_TOKENS; j++) {
+            const TokStr piece = tok_piece(t, ids[j], false);
+            keep[j] = true;
+            if (piece.n && memchr(piece.s, '\n', piece.n)) break;
+        }
+    }
+}
+
+static bool is_long(const Compressor *c, int n) { return n >= (c->from ? c->from : COMPRESS_FROM); }
+
 // Writes to *out the ids that the target reads instead of a prompt (ids, n): the first `first` tokens unchanged, and of
-// the others, if they are at least COMPRESS_FROM, the part that the ratio says. s is the target's session; it keeps
-// only tokens that it shares with the prompt. False: c->err says why it cannot.
+// the others, if they are at least c->from, the part that the ratio says, and the marks between messages. s is the
+// target's session; it keeps only tokens that it shares with the prompt. False: c->err says why it cannot.
 static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n, int first, TokIds *out) {
     Model *target = session_model(s);
     Tokenizer *t = session_tokenizer(s);
     const int n_ctx = model_options(target)->n_ctx;
+    const double start = seconds();
     out->n = 0;
-    if (n - first < COMPRESS_FROM) {
+    c->seconds = 0;
+    if (!is_long(c, n - first)) {
         for (int i = 0; i < n; i++) push_id(t, out, ids[i]);
         return true;
     }
@@ -104,9 +123,11 @@ static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n
     smooth(score + first, n - first);
     keep_chunks(score + first, n - first, c->ratio, keep + first);
     keep_words(t, ids + first, n - first, keep + first);
+    keep_marks(t, ids + first, n - first, keep + first);
     for (int i = 0; i < n; i++) if (i < first || keep[i]) push_id(t, out, ids[i]);
     free(score);
     free(keep);
+    c->seconds = seconds() - start;
     return true;
 }
 

@@ -140,7 +140,10 @@ typedef struct {
     int            n;
     int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
     int            checkpoint_at;      // later prompts begin with the first checkpoint_at ids, so a snapshot is taken
-} Prompt;                              // after them; 0: not known
+                                       // after them; 0: not known
+    int            n_original;         // tokens before the prompt was compressed; 0: it was not
+    double         score_seconds;      // that this took: they count as time of the prompt
+} Prompt;
 
 typedef struct {              // how to answer
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full
@@ -175,6 +178,8 @@ typedef struct {              // result of one session_next(); its texts and ids
 typedef struct {              // statistics of an answer
     int         n_prompt, n_cached;    // tokens of the prompt, and those of them that were in the cache
     int         n_run;                 // and those that have run: the rest, unless the answer was cancelled
+    int         n_original;            // tokens of the prompt before it was compressed; 0: it was not
+    double      score_seconds;         // of prompt_seconds: what compressing it took
     int         made, steps;           // tokens generated, decoding steps
     int         thought_tokens;        // of those generated; set at the end
     int         shifts;                // times the context was full
@@ -188,6 +193,9 @@ typedef struct {              // statistics of an answer
     EndReason   end;                   // the same; set at the end
     const char *stop;                  // the stop string that ended it, or NULL; set at the end
 } Turn;
+
+// Tokens that a decoding step has made on average; 1 without drafts, 0 if there was no step.
+static inline double tokens_per_step(const Turn *t) { return t->steps ? (double)(t->made - 1) / t->steps : 0; }
 
 // ==== [4] Sessions ==================================================================================================
 // A session holds the tokens of one conversation in a slot of the model's caches. A prompt that begins with these

@@ -259,7 +259,7 @@ static bool refuse_long(Exchange *x, size_t n, bool at_least) {
     const bool plain = !x->api->convert && !strstr(x->route->path, "/chat/");
     const char *least = at_least ? "at least " : "";
     const char *what = plain ? "prompt" : "messages", *param = x->api->convert ? "input" : what;
-    const int n_ctx = context_size(x->srv);
+    const int n_ctx = prompt_room(x->srv);
     x->fault.code = "context_length_exceeded";
     x->fault.n_prompt = n;
     if (has_anthropic_errors(x))
@@ -305,7 +305,8 @@ static void put_finish(TokText *out, const Job *job) {
 
 typedef struct {              // tokens and times of some answers
     int    prompt, cached, run, made, thought, drafted, accepted;      // cached, run: tokens of the prompt
-    double prompt_seconds, decode_seconds;
+    int    original, steps;   // tokens of prompts before they were compressed, 0: none was
+    double prompt_seconds, decode_seconds, score_seconds, joules;
 } Usage;
 
 static void add_usage(Usage *u, const Job *job) {
@@ -317,6 +318,9 @@ static void add_usage(Usage *u, const Job *job) {
     u->accepted += t->drafts.accepted;
     u->prompt_seconds += t->prompt_seconds;
     u->decode_seconds += t->decode_seconds;
+    u->score_seconds += t->score_seconds;
+    u->joules += t->joules;
+    u->steps += t->steps;
 }
 
 // Of all answers. A prompt counts once, however many answers it has; what of it was cached for all of them.
@@ -329,6 +333,7 @@ static Usage usage_of(const Exchange *x) {
             cached = min_int(cached, x->choices[i].job->cached);
         }
         u.prompt += x->choices[p].job->turn.n_prompt;
+        u.original += x->choices[p].job->turn.n_original;
         u.cached += cached;
     }
     return u;
@@ -337,16 +342,21 @@ static Usage usage_of(const Exchange *x) {
 static void put_usage(TokText *out, const Exchange *x) {
     const Usage u = usage_of(x);
     put(out, "'usage':{'prompt_tokens':%d,'completion_tokens':%d,'total_tokens':%d,"
-        "'prompt_tokens_details':{'cached_tokens':%d},'completion_tokens_details':{'reasoning_tokens':%d}}",
-        u.prompt, u.made, u.prompt + u.made, u.cached, u.thought);
+        "'prompt_tokens_details':{'cached_tokens':%d", u.prompt, u.made, u.prompt + u.made, u.cached);
+    if (u.original) put(out, ",'original_tokens':%d", u.original);
+    put(out, "},'completion_tokens_details':{'reasoning_tokens':%d}}", u.thought);
 }
 
 static void put_timings(TokText *out, const Exchange *x) {
     const Usage u = usage_of(x);
     put(out, "'timings':{'cache_n':%d,'prompt_n':%d,'prompt_ms':%f,'prompt_per_second':%f,'predicted_n':%d,"
-        "'predicted_ms':%f,'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d}", u.cached, u.run,
-        1e3 * u.prompt_seconds, u.run / (u.prompt_seconds + 1e-9), u.made, 1e3 * u.decode_seconds,
-        max_int(u.made - x->n_choices, 0) / (u.decode_seconds + 1e-9), u.drafted, u.accepted);
+        "'predicted_ms':%f,'predicted_per_second':%f,'draft_n':%d,'draft_n_accepted':%d,'tokens_per_step':%f", u.cached,
+        u.run, 1e3 * u.prompt_seconds, u.run / (u.prompt_seconds + 1e-9), u.made, 1e3 * u.decode_seconds,
+        max_int(u.made - x->n_choices, 0) / (u.decode_seconds + 1e-9), u.drafted, u.accepted,
+        (double)max_int(u.made - x->n_choices, 0) / max_int(u.steps, 1));
+    if (u.original) put(out, ",'prompt_original_n':%d,'prompt_score_ms':%f", u.original, 1e3 * u.score_seconds);
+    if (u.joules > 0) put(out, ",'joules':%f,'joules_per_token':%f", u.joules, u.joules / max_int(u.made, 1));
+    put(out, "}");
 }
 
 static void put_token(TokText *out, const Tokenizer *t, int32_t id, float logprob) {
@@ -805,7 +815,7 @@ static bool make_jobs(Exchange *x, const Api *api, Request *r) {
     if (!read_question(x, api, r) || starved) return false;
     for (int i = 0; i < x->n_choices; i++) {
         const size_t n = x->choices[i].job->ids.n;
-        if (n > (size_t)context_size(srv)) return refuse_long(x, n, false);
+        if (n > (size_t)prompt_room(srv)) return refuse_long(x, n, false);
     }
     Job *lead = x->choices->job;
     lead->no_cache = r->no_cache;
@@ -839,6 +849,9 @@ static void complete(Exchange *x, const Api *api) {
     if (x->fault.status) return;
     if (x->choices->job->ranked) rank_answers(x);
     choose(x, 0);
+    const Usage u = usage_of(x);
+    if (u.original)
+        warn(x, "the prompt was compressed (lossy): the model was shown %d of %d tokens", u.prompt, u.original);
     for (int i = 0; i < x->n_choices; i++) {
         const Job *job = x->choices[i].job;
         n += ANSWER_WORK * (job->content.n + job->thought.n + (job->ids.n + job->said.n) * sizeof(int32_t) +

@@ -6,6 +6,8 @@
 #ifndef FLAGS_H
 #define FLAGS_H
 
+#include <ctype.h>
+
 // ==== [1] Verbs and flags ===========================================================================================
 
 // gemma4 MODEL [flags] generates text; gemma4 VERB MODEL [flags] does something else. One table describes every flag:
@@ -29,9 +31,9 @@
 
 typedef enum {
     GENERATE = 1, LOGITS = 2, TOKENIZE = 4, DETOKENIZE = 8, QUANTIZE = 16, BENCH = 32, PLAN = 64, CHECK = 128,
-    SERVE = 256, PPL = 512, NIAH = 1024, ANSWERS = GENERATE | SERVE, DRAFTS = ANSWERS | PLAN | BENCH,
-    VIEW = 2048, SWEEP = 4096, PLOT = 8192, MEASURES = BENCH | SWEEP, RUNS = GENERATE | LOGITS,
-    PLANS = RUNS | SERVE | PLAN | PPL, ANY = 16383
+    SERVE = 256, PPL = 512, NIAH = 1024, VIEW = 2048, SWEEP = 4096, PLOT = 8192, EVAL = 16384,
+    ANSWERS = GENERATE | SERVE | EVAL, DRAFTS = ANSWERS | PLAN | BENCH, MEASURES = BENCH | SWEEP,
+    RUNS = GENERATE | LOGITS, PLANS = RUNS | SERVE | PLAN | PPL | EVAL, ANY = 32767
 } Verb;
 
 static const struct { const char *name; Verb verb; const char *arguments, *help; } verbs[] = {
@@ -44,6 +46,8 @@ static const struct { const char *name; Verb verb; const char *arguments, *help;
     { "plot", PLOT, "FILE.csv [-o OUT.svg] [--kind NAME]", "a picture of what sweep or niah -o csv has measured" },
     { "ppl", PPL, "MODEL.gguf -f FILE", "perplexity, as llama-perplexity computes it; --kld: KL divergence" },
     { "niah", NIAH, "MODEL.gguf [-p N,..]", "needle-in-a-haystack test" },
+    { "eval", EVAL, "MODEL.gguf --prompts FILE.jsonl [-md FILE]",
+      "answer the prompts of a file, greedily, without and with drafts: speeds, same text, right answers" },
     { "check", CHECK, "MODEL.gguf", "compare the GPU with the CPU (--against), checkpoint by checkpoint" },
     { "quantize", QUANTIZE, "IN OUT.gguf TYPE",
       "write a model with smaller weights; TYPE: q8_0 q6_k q5_k_m q4_k_m q4_k_s q4_0 bf16 f16 f32" },
@@ -65,18 +69,20 @@ typedef struct {
     const char *draft_maxes, *trees;            // sweep: lists of numbers
     TextList pairs;
     const char *fill, *svg, *scorer, *card, *backend, *kind;
+    const char *prompt_list, *csv;              // eval
+    double n_prompts;
     const char *host, *api_key, *api_key_file, *alias, *session_dir, *public_url;      // serve
     double port, parallel, chunk, queue, timeout, max_body, request_memory, cache_ram, session_disk;
     const char *kld_base, *kld;                 // ppl
     double n_runs, stride, n_chunks;
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, n_cpu_moe, tail, draft_max, draft_min_p, tree;
-    double pflash, pflash_from, pflash_density, n_needles, compress, last;
+    double pflash, pflash_from, pflash_density, n_needles, compress, compress_from, last;
     TextList biases, stops, origins, places;
     bool cpu_moe;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
         lazy_draft;
-    bool log_text, help, version;
+    bool log_text, run_code, help, version;
     const char *color, *document;
 } Flags;
 
@@ -98,8 +104,8 @@ typedef struct {
 static const Flag flags[] = {
     { "-m", "--model", "FILE", FLAG_TEXT, ANY, FIELD(model), 0, 0,
       "model file or Hugging Face folder, instead of the first argument" },
-    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | CHECK | QUANTIZE | PPL | NIAH | SWEEP, FIELD(n_threads), 1,
-      MAX_THREADS, "CPU threads; default: one per core" },
+    { "-t", "--threads", "N", FLAG_INT, RUNS | SERVE | CHECK | QUANTIZE | PPL | NIAH | SWEEP | EVAL, FIELD(n_threads),
+      1, MAX_THREADS, "CPU threads; default: one per core" },
     { "--check-tensors", NULL, NULL, FLAG_ON, RUNS | SERVE, FIELD(check_tensors), 0, 0,
       "read the whole file before the start and reject NaN or Inf weights; default: off" },
     { "-p", "--prompt", "TEXT", FLAG_TEXT, GENERATE | TOKENIZE, FIELD(prompt), 0, 0,
@@ -109,7 +115,7 @@ static const Flag flags[] = {
     { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
       "read the prompt (ppl: the text) from this file, - for standard input; with -p: added after an empty line; "
       "default: none" },
-    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE, FIELD(system), 0, 0,
+    { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE | EVAL, FIELD(system), 0, 0,
       "system prompt; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
       "chat, even if input or output is not a terminal; -p is the first message; default: on a terminal without a "
@@ -133,9 +139,9 @@ static const Flag flags[] = {
       "dimensions" },
     { "--raw", "-no-cnv --no-conversation", NULL, FLAG_ON, GENERATE, FIELD(raw), 0, 0,
       "continue the prompt as plain text, without the chat template; <bos> is added; default: off" },
-    { "-n", "--predict --n-predict", "N", FLAG_INT, ANSWERS, FIELD(n_predict), -1, INT_MAX,
+    { "-n", "--predict --n-predict", "N", FLAG_INT, GENERATE | SERVE, FIELD(n_predict), -1, INT_MAX,
       "maximum tokens to generate, in a chat per answer; default -1: until the turn ends or the context is full" },
-    { "--temp", "--temperature", "T", FLAG_REAL, ANSWERS, FIELD(temperature), 0, 1000,
+    { "--temp", "--temperature", "T", FLAG_REAL, GENERATE | SERVE, FIELD(temperature), 0, 1000,
       "temperature; 0: greedy; default: the file's value, else 1.0" },
     { "--top-k", NULL, "N", FLAG_INT, ANSWERS, FIELD(top_k), 0, INT_MAX,
       "sample from the N most likely tokens; 0: all; default: the file's value, else 64" },
@@ -153,7 +159,7 @@ static const Flag flags[] = {
     { "-l", "--logit-bias", "ID+B", FLAG_LIST, GENERATE, FIELD(biases), 0, 0,
       "add B to the logit of token ID; ID-B: subtract; ID-inf: never; several: with commas, or repeat the flag; "
       "default: none" },
-    { "-s", "--seed", "N", FLAG_INT, ANSWERS, FIELD(seed), 0, 4294967295.0,
+    { "-s", "--seed", "N", FLAG_INT, GENERATE | SERVE, FIELD(seed), 0, 4294967295.0,
       "random seed; default: a new one each time, printed with -v" },
     { "-r", "--stop --reverse-prompt", "TEXT", FLAG_LIST, GENERATE, FIELD(stops), 0, 0,
       "stop string: end the answer before this text, which is not printed; may be repeated; default: none" },
@@ -210,10 +216,12 @@ static const Flag flags[] = {
       "prompts that end before token N stay dense; default 16384" },
     { "--pflash-density", NULL, "PERCENT", FLAG_REAL, PPL | MEASURES | NIAH, FIELD(pflash_density), 0, 100,
       "for measurements: attend to this percentage of the blocks, best scores first; default 0: --pflash decides" },
-    { "--compress", NULL, "R", FLAG_REAL, GENERATE | NIAH, FIELD(compress), 0.001, 0.999,
+    { "--compress", NULL, "R", FLAG_REAL, GENERATE | SERVE | NIAH, FIELD(compress), 0.001, 0.999,
       "prompt compression, lossy: keep this fraction of the tokens of a long prompt (chat: message), those its end "
       "attends to most; default: all" },
-    { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | NIAH, FIELD(scorer), 0, 0,
+    { "--compress-from", NULL, "N", FLAG_INT, GENERATE | SERVE | NIAH, FIELD(compress_from), 64, MAX_CONTEXT,
+      "shorter prompts (chat: messages) are not compressed; default 512 tokens" },
+    { "--scorer", NULL, "FILE", FLAG_TEXT, GENERATE | SERVE | NIAH, FIELD(scorer), 0, 0,
       "--compress: a small model with the same vocabulary scores the tokens; default: the first layers of the model "
       "itself" },
     { "--against", NULL, "cpu|reference", FLAG_CHOICE, CHECK, FIELD(against), 0, 0,
@@ -326,6 +334,19 @@ static const Flag flags[] = {
       "cut the texts from this file; default: generated text" },
     { "-o", "--output", "md|csv", FLAG_CHOICE, NIAH, FIELD(out), 0, 0, "output format; default md" },
     { "--svg", NULL, "FILE", FLAG_TEXT, NIAH, FIELD(svg), 0, 0, "write a heat map to this file; default: none" },
+    { "--prompts", NULL, "FILE", FLAG_TEXT, EVAL, FIELD(prompt_list), 0, 0,
+      "JSONL file of prompts, also of HumanEval, GSM8K or MATH as published; docs/eval.md; no default" },
+    { "--csv", NULL, "FILE", FLAG_TEXT, EVAL, FIELD(csv), 0, 0,
+      "add a row for each prompt to this file at once, and skip prompts whose rows it has already; default: none" },
+    { "--limit", NULL, "N", FLAG_INT, EVAL, FIELD(n_prompts), 0, INT_MAX,
+      "the first N prompts only; default 0: all" },
+    { "-n", "--predict --n-predict", "N", FLAG_INT, EVAL, FIELD(n_predict), 1, INT_MAX,
+      "maximum tokens of an answer; default 512" },
+    { "--temp", "--temperature", "T", FLAG_REAL, EVAL, FIELD(temperature), 0, 1000, "temperature; default 0: greedy" },
+    { "-s", "--seed", "N", FLAG_INT, EVAL, FIELD(seed), 0, 4294967295.0, "random seed; default 1" },
+    { "--run-code", NULL, NULL, FLAG_ON, EVAL, FIELD(run_code), 0, 0,
+      "run programs that the model wrote, and their tests, with python3 in a child that has limits; default: off" },
+    { "-o", "--output", "md|csv|json", FLAG_CHOICE, EVAL, FIELD(out), 0, 0, "output format; default md" },
     { "--host", NULL, "ADDRESS", FLAG_TEXT, SERVE, FIELD(host), 0, 0,
       "address to listen on; default 127.0.0.1: this machine only" },
     { "--port", NULL, "N", FLAG_INT, SERVE, FIELD(port), 0, 65535,
@@ -374,18 +395,20 @@ static const struct { const char *first, *title; } groups[] = {   // headings; f
     { "--pflash", "sparse attention and prompt compression (lossy)" }, { "--against", "device" },
     { "--show-thoughts", "output" },
     { "--ids", "ids, special tokens, dumps, perplexity" }, { "-p", "measurement" }, { "-p", "needles" },
+    { "--prompts", "prompts of a file" },
     { "--host", "server" }, { "-h", "help" }
 };
 enum { N_GROUPS = sizeof groups / sizeof *groups };
 
 // ==== [2] Flags of other programs ===================================================================================
-// Commands written for llama.cpp, Ollama or vLLM work if they ask for nothing that this program does differently. One
-// table says so for each flag; docs/commands.md shows whole commands.
+// Commands written for llama.cpp and its forks, Lucebox, Ollama or vLLM work if they ask for nothing that this program
+// does differently. One table says so for each flag; docs/commands.md shows whole commands.
 
 typedef enum {
     NEEDLESS,                 // accepted with a note: `why` says who does it instead
     REFUSED,                  // the result would be another one: `why` says what to use instead
-    RENAMED                   // our flag `why`
+    RENAMED,                  // our flag `why`
+    MEANS                     // our flag and its value, `why`; a value 0 means nothing
 } ForeignKind;
 
 typedef struct {
@@ -430,13 +453,51 @@ static const Foreign foreign[] = {
       "stdout carries the answer only, stderr the rest; -v shows more" },
     { NEEDLESS, "--log-colors", "[on|off|auto]", NULL, "--color is the flag here" },
     { NEEDLESS, "-lv --verbosity --log-verbosity", "N", NULL, "-v shows more" },
-    { RENAMED, "--max-tokens --num-predict --max-new-tokens", "N", NULL, "-n" },
-    { RENAMED, "--n-ctx --num-ctx --max-model-len --max-seq-len --context", "N", NULL, "-c" },
+    { RENAMED, "--max-tokens --num-predict --max-new-tokens --n-gen", "N", NULL, "-n" },
+    { RENAMED, "--n-ctx --num-ctx --max-model-len --max-seq-len --context --max-ctx", "N", NULL, "-c" },
     { RENAMED, "--verbose-prompt", NULL, NULL, "-v" },
-    { RENAMED, "--served-model-name", "NAME", NULL, "--alias" },
+    { RENAMED, "--served-model-name --model-name", "NAME", NULL, "--alias" },
+    { RENAMED, "--draft-model --mtp --mtp-head", "FILE", NULL, "-md" },
+    { RENAMED, "--draft-method", "NAME", NULL, "--spec" },
+    { RENAMED, "--gamma", "N", NULL, "--draft-max" },
+    { RENAMED, "--ddtree-budget --budget", "N", NULL, "--tree" },
+    { RENAMED, "--kv-k --ctk", "TYPE", NULL, "-ctk" },
+    { RENAMED, "--kv-v --ctv", "TYPE", NULL, "-ctv" },
+    { RENAMED, "--pflash-alpha", "ALPHA", NULL, "--pflash" },
+    { RENAMED, "--prefill-keep-ratio --pflash-keep-ratio --keep-ratio", "R", NULL, "--compress" },
+    { RENAMED, "--prefill-drafter --pflash-scorer", "FILE", NULL, "--scorer" },
+    { RENAMED, "--prefill-threshold --pflash-min-tokens", "N", NULL, "--compress-from" },
+    { MEANS, "--kv-tq3", "[0|1]", NULL, "-ctk tq3" },
+    { MEANS, "--kv-q4", "[0|1]", NULL, "-ctk q4_0" },
+    { MEANS, "--kv-f16", "[0|1]", NULL, "-ctk f16" },
     { RENAMED, "--parallel-sequences --max-num-seqs", "N", NULL, "-np" },
     { RENAMED, "-bf --binary-file", "FILE", NULL, "-f" },
     { RENAMED, "-sp", NULL, NULL, "--special" },
+    { NEEDLESS, "--no-thinking", NULL, NULL, "thoughts are off without --think" },
+    { NEEDLESS, "--ddtree --fast-rollback --ddtree-no-chain-seed --no-chain-seed", NULL, NULL,
+      "--tree N, or --ddtree-budget N, drafts a tree; it begins with the most likely chain, and drops cost nothing" },
+    { NEEDLESS, "--draft-max-adaptive --spec-dm-adaptive", NULL, NULL,
+      "--spec auto, the default with -md, adapts the number of drafts" },
+    { NEEDLESS, "--no-spec-dm-adaptive", NULL, NULL, "--spec mtp and --spec dflash draft a fixed number of tokens" },
+    { NEEDLESS, "--draft-kv-cap --draft-swa --draft-ctx-max --spec-draft-ctx-size --spec-dflash-cross-ctx "
+      "--spec-draft-ngl", "N", NULL, "the plan sizes and places the draft model and its cache" },
+    { NEEDLESS, "--draft-swa-trunc --mem-diag", NULL, NULL, "the memory plan decides, and -v prints it" },
+    { NEEDLESS, "--gpu --target-device --target-devices --draft-device", "V", NULL,
+      "CUDA_VISIBLE_DEVICES selects the GPU" },
+    { REFUSED, "--fa-window", "N", "0",
+      "global layers attend to all tokens; --pflash ALPHA makes long prompts faster, --pflash-from N says from where" },
+    { REFUSED, "--ddtree-temp", "T", "1|1.0", "trees use the draft model's own probabilities; --tree N" },
+    { REFUSED, "--draft-block-size --verify-width", "N", NULL,
+      "a block of N tokens holds N - 1 drafts; use --draft-max with that number" },
+    { REFUSED, "--spec-draft-temp", "T", "auto|0|0.0", "drafts are the most likely tokens" },
+    { REFUSED, "--speculative-config", "JSON", NULL, "use -md FILE, --spec NAME and --draft-max N" },
+    { REFUSED, "--kv-cache-dtype", "TYPE", "auto", "use -ctk TYPE, one of " KV_TYPES },
+    { REFUSED, "--mtp-pos-mode", "MODE", "const", "positions in an MTP chain are constant, as in Google's reference" },
+    { REFUSED, "--prefill-compression", "MODE", "off", "--compress R shows the model a part of long prompts" },
+    { REFUSED, "--tokens --tokens-file", "V", NULL, "prompts are texts: -p or -f FILE; logits --ids FILE runs ids" },
+    { REFUSED, "--bench", NULL, NULL, "gemma4 bench MODEL.gguf measures speed" },
+    { REFUSED, "--daemon", NULL, NULL, "gemma4 serve MODEL.gguf is a server" },
+    { REFUSED, "--stream-fd", "N", NULL, "gemma4 serve MODEL.gguf is a server" },
     { REFUSED, "-hf -hfr --hf-repo -hff --hf-file -hfd --hf-repo-draft -mu --model-url -dr --docker-repo", "V", NULL,
       "gemma4 opens files only; ./run.sh --fetch NAME downloads a model" },
     { REFUSED, "--lora --lora-scaled --control-vector --control-vector-scaled", "V", NULL,
@@ -487,6 +548,14 @@ static const Foreign foreign[] = {
     { REFUSED, "--list-devices --completion-bash", NULL, NULL, "see --version and --document" },
 };
 enum { N_FOREIGN = sizeof foreign / sizeof *foreign };
+
+// Values of our flags as other programs spell them. The types with 3 and 4 bits differ from ours in the order of their
+// bits and the size of their groups, not in kind.
+static const struct { const char *flags, *names, *ours; } foreign_values[] = {
+    { "-ctk -ctv --kv-swa", "tq3_0 turbo3 turbo3_0 tbq3 tbq3_0 k3 v3", "tq3" },
+    { "-ctk -ctv --kv-swa", "tq4_0 turbo4 turbo4_0 tbq4 tbq4_0 k4 v4", "tq4" },
+    { "--spec", "none", "off" }, { "--spec", "draft-mtp", "mtp" }, { "--spec", "draft-dflash", "dflash" },
+    { "--spec", "ngram-simple", "ngram" } };
 
 static bool has_penalties(const Flags *f) {             // given by flags; the file may have some too
     return f->repeat < 1 || f->repeat > 1 || f->presence != 0 || f->frequency != 0;
@@ -560,14 +629,36 @@ static const Foreign *find_foreign(const char *arg) {
     return NULL;
 }
 
-// Returns the flag of this name that the verb takes. If the verb takes none, returns the first flag of this name, which
-// refuse_flag() then refuses. Returns NULL if no flag has this name.
+// Returns the flag of this name, or of another program's name for it, that the verb takes. If the verb takes none,
+// returns the first flag of this name, which refuse_flag() then refuses. Returns NULL if no flag has this name.
 static const Flag *find_flag(const char *arg, Verb verb) {
     const Flag *flag = NULL;
     for (size_t k = 0; k < N_FLAGS; k++)
         if (is_named(&flags[k], arg) && (!flag || flags[k].verbs & (int)verb)) flag = &flags[k];
-    const Foreign *other = flag ? NULL : find_foreign(arg);
-    return other && other->kind == RENAMED ? find_flag(other->why, verb) : flag;
+    const Foreign *other = flag && flag->verbs & (int)verb ? NULL : find_foreign(arg);
+    const Flag *ours = other && other->kind == RENAMED ? find_flag(other->why, verb) : NULL;
+    return ours && (!flag || ours->verbs & (int)verb) ? ours : flag;
+}
+
+// A value, or values separated by commas, as our flag spells them, in `out`.
+static const char *our_value(const Flag *flag, const char *value, char out[200]) {
+    size_t n = 0;
+    if (strlen(value) >= 100) return value;
+    for (const char *at = value; ; at++) {
+        const int len = (int)strcspn(at, ",");
+        const char *ours = NULL;
+        char word[100];
+        for (int i = 0; i < len; i++) word[i] = (char)tolower((unsigned char)at[i]);
+        word[len] = 0;
+        for (size_t k = 0; k < sizeof foreign_values / sizeof *foreign_values; k++)
+            if (is_listed(foreign_values[k].flags, flag->name) && is_listed(foreign_values[k].names, word))
+                ours = foreign_values[k].ours;
+        n += (size_t)snprintf(out + n, 200 - n, "%.*s", ours ? (int)strlen(ours) : len, ours ? ours : at);
+        at += len;
+        if (!*at) break;
+        out[n++] = ',';
+    }
+    return strcmp(out, value) ? out : value;
 }
 
 // True if the word after a flag belongs to it. next: NULL if there is none.
@@ -721,8 +812,8 @@ static void print_item(const char *name, const char *text, const char *more) {  
 }
 
 static void print_man(void) {
-    static const char *const kinds[] = { "accepted, not needed", "refused", "same as" };
-    char text[200], owners[120];
+    static const char *const kinds[] = { "accepted, not needed", "refused", "same as", "same as" };
+    char text[200], owners[200];
     printf(".TH GEMMA4 1 \"\" \"gemma4 " VERSION "\" \"User Commands\"\n"
            ".SH NAME\ngemma4 \\- runs Gemma 4 text models from GGUF files\n"
            ".SH SYNOPSIS\n.B gemma4\n.I MODEL.gguf\n[\\fB\\-p\\fR \\fITEXT\\fR] [\\fIflags\\fR]\n"

@@ -469,8 +469,9 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
     stops_free(&s->stops);
     s->options = *o;
     s->stops = stops_new(&s->options.stops);
-    s->turn = (Turn){ .n_prompt = p->n };
-    s->started = s->first_token = seconds();
+    s->turn = (Turn){ .n_prompt = p->n, .n_original = p->n_original, .score_seconds = p->score_seconds };
+    s->first_token = seconds();
+    s->started = s->first_token - p->score_seconds;
     s->answering = true;
     s->ending = s->issued_ahead = s->waited = false;
     s->cancelled = 0;

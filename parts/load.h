@@ -6,6 +6,8 @@
 #ifndef LOAD_H
 #define LOAD_H
 
+#include <dirent.h>
+
 // ==== [1] Configuration =============================================================================================
 
 // Returns the value of a key, or `fallback` if the file lacks it. The key is required if fallback < min; in key_float,
@@ -632,7 +634,7 @@ static void take_cache(Arena *a, Cache *c) {
 // The model's name for messages: general.name, or the name of the file. Valid until the next call.
 static const char *model_name(const Model *m) {
     const GgufKv *kv = gguf_find_kv(&m->gguf, "general.name");
-    const char *slash = strrchr(m->gguf.path, '/'), *file = slash ? slash + 1 : m->gguf.path;
+    const char *file = base_name(m->gguf.path);
     return shown(kv && kv->type == GGUF_V_STR && kv->count ? (GgufStr){ (const char *)kv->data, (size_t)kv->count }
                                                            : (GgufStr){ file, strlen(file) });
 }
@@ -676,15 +678,44 @@ static const char *other_kind(const char *path) {
     return "";
 }
 
-// Opens a GGUF file, or a Hugging Face folder.
+// True if a folder's file may be what the user means: a GGUF file, the first one of a set, and no image encoder.
+static bool is_gguf_name(const char *name) {
+    const size_t n = strlen(name);
+    const char *of = n > 20 ? strstr(name + n - 20, "-of-") : NULL;   // -00002-of-00003.gguf
+    return n > 5 && !strcmp(name + n - 5, ".gguf") && strncmp(name, "mmproj", 6) &&
+           (!of || of - name < 6 || !strncmp(of - 6, "-00001", 6));
+}
+
+// Writes the path of the only GGUF file of a folder that has no config.json. False: it has none, or is no such folder.
+// Dies if there are several, and names the first one by the alphabet.
+static bool find_gguf(const char *folder, char *path, size_t room) {
+    char config[4096], first[256] = "";
+    int found = 0;
+    if ((size_t)snprintf(config, sizeof config, "%s/config.json", folder) >= sizeof config) return false;
+    DIR *dir = access(config, F_OK) ? opendir(folder) : NULL;
+    for (struct dirent *e; dir && (e = readdir(dir)); ) {
+        if (!is_gguf_name(e->d_name)) continue;
+        if (!found++ || strcmp(e->d_name, first) < 0) snprintf(first, sizeof first, "%s", e->d_name);
+    }
+    if (dir) closedir(dir);
+    if (found > 1) die("%s: expected a folder with one GGUF file, got %d; try %s/%s", folder, found, folder, first);
+    if ((size_t)snprintf(path, room, "%s/%s", folder, first) >= room) die("%s: expected a shorter path", folder);
+    return found;
+}
+
+// Opens a GGUF file, a folder with one, or a Hugging Face folder.
 static void open_model_file(Gguf *g, const char *path) {
     struct stat st;
+    char inside[4096];
     signal(SIGBUS, on_lost_pages);
     const size_t n = strlen(path);
     const bool folder = (!stat(path, &st) && S_ISDIR(st.st_mode)) ||
                         (n > 12 && !strcmp(path + n - 12, ".safetensors")) ||
                         (n > 11 && !strcmp(path + n - 11, ".index.json"));
-    if (folder) open_folder(g, path);
+    if (folder && find_gguf(path, inside, sizeof inside)) {
+        if (gguf_open(g, inside) < 0) die("%s: %s", inside, g->err);
+        g->path = path;
+    } else if (folder) open_folder(g, path);
     else if (gguf_open(g, path) < 0) die("%s: %s%s", path, g->err, strstr(g->err, "(E_MAGIC") ? other_kind(path) : "");
     check_is_model(g);
 }

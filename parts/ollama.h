@@ -222,7 +222,7 @@ static bool ollama_raw_ask(Exchange *x, Request *r) {
     size_t n;
     char *text = copy_string(&r->prompt, &n);
     const size_t least = tok_least(&x->t, n);
-    if (least > (size_t)context_size(x->srv)) {
+    if (least > (size_t)prompt_room(x->srv)) {
         free(text);
         return refuse_long(x, least, true);
     }

@@ -301,7 +301,7 @@ static bool chat_ask(Exchange *x, Request *r) {
     const bool tools = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none");
     size_t least = 0, before_cue = 0;
     TokChat chat = { .messages = { r->messages.s, r->messages.n }, .think = r->think, .add_cue = true,
-                     .most = x->counts ? 0 : (size_t)context_size(x->srv), .least = &least, .before_cue = &before_cue };
+                     .most = x->counts ? 0 : (size_t)prompt_room(x->srv), .least = &least, .before_cue = &before_cue };
     if (tools) chat.tools = (TokStr){ r->tools.s, r->tools.n };
     Begun begun = { 0 };
     bool ok = !r->continues || take_begun(r, &x->fault, &begun, &chat);
@@ -491,7 +491,7 @@ static bool read_one_prompt(Exchange *x, const char *name, const GgufJson *v, Jo
     size_t n;
     char *text = copy_string(v, &n);
     const size_t least = tok_least(&x->t, n);
-    if (least > (size_t)context_size(x->srv)) {        // measured before it is encoded
+    if (least > (size_t)prompt_room(x->srv)) {         // measured before it is encoded
         free(text);
         return refuse_long(x, least, true);
     }

@@ -23,11 +23,6 @@ typedef struct {
     bool         ends;        // the last line ends with a line break
 } Table;
 
-static const char *base_name(const char *path) {       // what follows the last slash
-    const char *slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
-}
-
 static const char *table_cell(const Table *t, int row, int col) {      // row -1: the names
     return t->cells[(size_t)(row + 1) * (size_t)t->n_cols + (size_t)col];
 }

@@ -24,6 +24,9 @@ typedef struct {
     const char *session_dir;           // where sessions are kept; NULL: in memory only
     size_t      cache_ram, session_disk;   // bytes: of host memory for sessions, of that folder
     bool        log_text;              // the log has prompts and answers too
+    float       compress;              // part of a long prompt that the model is shown; 0: all
+    int         compress_from;         // tokens of such a prompt
+    const char *scorer;                // file; NULL: the model scores with its own first layers
 } ServeOptions;
 
 #ifdef USE_MICROHTTPD

@@ -1,8 +1,8 @@
 /* schedule.h - the jobs of the server: a queue, and one engine thread that answers all of them together.
  *
- * Uses engine.h, grammar.h, request.h, recent.h, budget.h; the callers store.h (idle conversations) and answer.h
- * (hashes). Begin with run_engine().
- *   [1] How much of a prompt a round runs    [2] Jobs    [3] Slots    [4] Rounds
+ * Uses engine.h, grammar.h, request.h, recent.h, budget.h; the callers store.h (idle conversations), compress.h and
+ * answer.h (hashes). Begin with run_engine().
+ *   [1] How much of a prompt a round runs    [2] Jobs    [3] Slots    [4] Compressed prompts    [5] Rounds
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Another
  *          thread writes files of sessions (store.h, which has its own lock).
@@ -85,6 +85,9 @@ typedef struct Job {
     float        *bias;       // (vocab), or NULL
     bool          no_cache;
     bool          by_ids;     // the client gave the prompt as token ids: they are run as they are
+    TokIds        original;   // a prompt that is compressed: the ids that the client sent, up to the checkpoint
+    int           n_original, n_known;           // all of them, 0: not compressed; ids that an earlier prompt had
+    double        score_seconds;                 // what compressing it took
     int           n_top;      // most probable tokens to report with each token; -1: no probabilities
     bool          ranked;     // logprob_sum is needed
     bool          scores;     // the tokens of the prompt have probabilities too: the first entries of `likely`
@@ -109,6 +112,7 @@ typedef struct Job {
     bool          started, done;
     EndReason     end;
     Turn          turn;
+    double        joules;     // its part of the energy that the device has used; 0: not known
     int           thought_tokens;
     const char   *stop;       // the stop string that ended it, or NULL
     Fault         fault;      // status 0: there is an answer
@@ -129,8 +133,14 @@ typedef struct {
 
 typedef struct {              // since the start
     uint64_t jobs, refused, cancelled, prompt_tokens, cached_tokens, made, http[6];     // http: by hundreds of status
-    double   prompt_seconds, decode_seconds;
+    uint64_t left_out;        // tokens of compressed prompts
+    uint64_t steps, drafted, accepted;
+    double   prompt_seconds, decode_seconds, joules;
 } Totals;
+
+// The beginning of a conversation, as a client sends it, and what the model was shown instead.
+typedef struct { TokIds said, shown; int64_t used; } Shortened;
+enum { SHORTENED = 16 };
 
 typedef struct Peer {         // a connection
     struct Peer *next, **link;         // link: what points to it
@@ -154,6 +164,9 @@ typedef struct {
     atomic_ullong   n_ids;
     Slot           *slots;             // (n_seqs)
     Store           store;             // idle conversations
+    Compressor      compressor;
+    Shortened       shortened[SHORTENED];
+    double          joules;            // read_joules() when it was shared out last
     float          *logits;            // (vocab)
     int             last_prompt;       // slot of the prompt that advanced last
     int             chunk;             // rows of a prompt in a round without answers
@@ -178,6 +191,12 @@ typedef struct {
 static int n_slots(const Server *srv) { return model_options(srv->m)->n_seqs; }
 static int context_size(const Server *srv) { return model_options(srv->m)->n_ctx; }
 
+// Tokens of a prompt at most. A scorer may read more than the context holds, since the model is shown less.
+static int prompt_room(const Server *srv) {
+    const Model *scorer = srv->compressor.scorer;
+    return max_int(context_size(srv), scorer ? model_options(scorer)->n_ctx : 0);
+}
+
 static sem_t wake;                                     // wakes the engine: a job or a signal came, or a client left
 static atomic_int stop_asked;                          // the signal that asks to stop; any thread may set it
 
@@ -201,8 +220,8 @@ static void drop_grammar(Job *job) {
 
 // The memory of a job: prompt, grammar, answer.
 static size_t job_bytes(const Job *job) {
-    return sizeof *job + (job->ids.cap + job->said.cap) * sizeof(int32_t) + job->content.cap + job->thought.cap +
-           (size_t)job->n_calls * sizeof *job->calls + (size_t)job->n_pieces * sizeof *job->pieces +
+    return sizeof *job + (job->ids.cap + job->said.cap + job->original.cap) * sizeof(int32_t) + job->content.cap +
+           job->thought.cap + (size_t)job->n_calls * sizeof *job->calls + (size_t)job->n_pieces * sizeof *job->pieces +
            (size_t)job->room_likely * sizeof *job->likely +
            (job->options.grammar ? grammar_memory(job->options.grammar) : 0);
 }
@@ -224,6 +243,7 @@ static void job_free(Job *job) {
     drop_grammar(job);
     budget_set(job->budget, FOR_ANSWERS, &job->held, 0);
     tok_ids_free(&job->ids);
+    tok_ids_free(&job->original);
     tok_ids_free(&job->said);
     tok_text_free(&job->content);
     tok_text_free(&job->thought);
@@ -365,6 +385,29 @@ static Slot *make_ready(Server *srv, Job *job) {
     return slot;
 }
 
+// Gives the energy that the device has used since the last call to a job, or if that is NULL, in equal parts to the
+// jobs under way. The caller holds the lock.
+static void share_energy(Server *srv, Job *job) {
+    const double now = read_joules(srv->m), used = now - srv->joules;
+    if (now < 0) return;
+    srv->joules = now;
+    if (job) job->joules += used;
+    for (int i = 0; i < n_slots(srv) && !job; i++)
+        if (srv->slots[i].job) srv->slots[i].job->joules += used / srv->n_running;
+    if (job || srv->n_running) srv->totals.joules += used;
+}
+
+// Replaces the tokens of a prompt, and frees the old ones. checkpoint_at: see Prompt.
+static void set_prompt_ids(Server *srv, Job *job, TokIds *ids, int checkpoint_at) {
+    pthread_mutex_lock(&srv->lock);
+    const TokIds old = job->ids;
+    job->ids = *ids;
+    job->checkpoint_at = checkpoint_at;
+    *ids = old;
+    pthread_mutex_unlock(&srv->lock);
+    tok_ids_free(ids);
+}
+
 // Replaces tokens of the prompt by those that the session holds, if their text is the same.
 static void take_held(Server *srv, const Session *s, Job *job) {
     const TokIds *held = session_held(s);
@@ -372,22 +415,17 @@ static void take_held(Server *srv, const Session *s, Job *job) {
     TokIds ids = { 0 };
     for (size_t i = 0; i < same.held; i++) push_id(srv->t, &ids, held->ids[i]);
     for (size_t i = same.ids; i < job->ids.n; i++) push_id(srv->t, &ids, job->ids.ids[i]);
-    if (ids.n <= (size_t)context_size(srv)) {
-        pthread_mutex_lock(&srv->lock);
-        if ((size_t)job->checkpoint_at >= same.ids) job->checkpoint_at += (int)same.held - (int)same.ids;
-        else job->checkpoint_at = 0;
-        const TokIds old = job->ids;
-        job->ids = ids;
-        ids = old;
-        pthread_mutex_unlock(&srv->lock);
-    }
-    tok_ids_free(&ids);
+    const bool whole = (size_t)job->checkpoint_at >= same.ids;
+    const int checkpoint_at = whole ? job->checkpoint_at + (int)same.held - (int)same.ids : 0;
+    if (ids.n <= (size_t)context_size(srv)) set_prompt_ids(srv, job, &ids, checkpoint_at);
+    else tok_ids_free(&ids);
 }
 
 // The session of the slot begins to answer its job.
 static void begin_answer(Server *srv, Slot *slot) {
     Job *job = slot->job;
-    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at };
+    const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at,
+                       .n_original = job->n_original, .score_seconds = job->score_seconds };
     const bool ok = !job->fault.status && session_start(slot->s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
     job->started = true;
@@ -402,14 +440,110 @@ static void begin_answer(Server *srv, Slot *slot) {
     pthread_mutex_unlock(&srv->lock);
 }
 
+// ==== [4] Compressed prompts =========================================================================================
+// With --compress the model is shown a part of a long prompt. Later prompts of the same conversation begin with the
+// same tokens: these are replaced by what the model was shown then, which the cache may hold, and only what follows may
+// be compressed. The head of a prompt, <bos> and the system turn, is never compressed.
+
+static bool may_compress(const Server *srv, const Job *job) {
+    return srv->compressor.ratio > 0 && !job->by_ids && !job->scores;
+}
+
+static int head_tokens(const Tokenizer *t, const TokIds *ids) {
+    char role[32] = "";
+    size_t n = 0, i = ids->n && ids->ids[0] == t->bos;
+    const size_t first = i;
+    if (i >= ids->n || ids->ids[i] != t->turn_open) return (int)first;
+    for (i++; i < ids->n && n < 7; i++) {
+        const TokStr piece = tok_piece(t, ids->ids[i], false);
+        if (!piece.n || n + piece.n >= sizeof role) break;
+        memcpy(role + n, piece.s, piece.n);
+        n += piece.n;
+    }
+    if (strncmp(role, "system\n", 7)) return (int)first;
+    while (i < ids->n && ids->ids[i] != t->turn_close) i++;
+    return (int)(i + (i < ids->n));
+}
+
+static void copy_ids(Tokenizer *t, TokIds *to, const TokIds *from, size_t n) {         // the first n of them
+    to->n = 0;
+    for (size_t i = 0; i < n; i++) push_id(t, to, from->ids[i]);
+}
+
+// The longest known beginning of a prompt; NULL: none.
+static Shortened *find_shortened(Server *srv, const TokIds *ids) {
+    Shortened *best = NULL;
+    for (Shortened *s = srv->shortened; s < srv->shortened + SHORTENED; s++)
+        if (s->said.n && same_ids(&s->said, ids) == (int)s->said.n && (!best || s->said.n > best->said.n)) best = s;
+    return best;
+}
+
+// Replaces what is known of a job's prompt by what the model was shown.
+static void take_shortened(Server *srv, Job *job) {
+    const Shortened *known = find_shortened(srv, &job->ids);
+    TokIds ids = { 0 };
+    if (!known) return;
+    const int more = (int)known->shown.n - (int)known->said.n, checkpoint_at = job->checkpoint_at + more;
+    copy_ids(srv->t, &job->original, &job->ids, (size_t)job->checkpoint_at);
+    job->n_original = (int)job->ids.n;
+    job->n_known = (int)known->shown.n;
+    copy_ids(srv->t, &ids, &known->shown, known->shown.n);
+    for (size_t i = known->said.n; i < job->ids.n; i++) push_id(srv->t, &ids, job->ids.ids[i]);
+    set_prompt_ids(srv, job, &ids, job->checkpoint_at >= (int)known->said.n ? checkpoint_at : 0);
+}
+
+// Remembers what the model is shown of a conversation: in place of an earlier part of it, or of the oldest one.
+static void keep_shortened(Server *srv, const Job *job) {
+    Shortened *s = find_shortened(srv, &job->original);
+    if (!job->original.n || !job->checkpoint_at) return;
+    for (int i = 0; !s && i < SHORTENED; i++) {
+        Shortened *oldest = srv->shortened;
+        for (int k = 1; k < SHORTENED; k++) if (srv->shortened[k].used < oldest->used) oldest = &srv->shortened[k];
+        s = oldest;
+    }
+    copy_ids(srv->t, &s->said, &job->original, job->original.n);
+    copy_ids(srv->t, &s->shown, &job->ids, (size_t)job->checkpoint_at);
+    s->used = ++srv->n_jobs;
+}
+
+// Compresses what is not known of a job's prompt, if that is long. Other answers wait meanwhile.
+static void compress_job(Server *srv, Session *s, Job *job) {
+    enum { KEPT_END = CHUNK };                         // tokens at the end that are never left out
+    Compressor *c = &srv->compressor;
+    const int n = (int)job->ids.n, first = job->n_known ? job->n_known : head_tokens(srv->t, &job->ids);
+    const int n_after = n - job->checkpoint_at;
+    TokIds out = { 0 };
+    if (!job->n_known && !is_long(c, n - first)) return;
+    if (!job->n_known) copy_ids(srv->t, &job->original, &job->ids, (size_t)job->checkpoint_at);
+    pthread_mutex_lock(&srv->lock);
+    share_energy(srv, NULL);
+    pthread_mutex_unlock(&srv->lock);
+    if (!compress_prompt(c, s, job->ids.ids, n, first, &out)) {
+        refuse(&job->fault, 400, "", "%s", c->err);
+        return;
+    }
+    if (!job->n_original) job->n_original = n;
+    job->score_seconds = c->seconds;
+    if (out.n > (size_t)context_size(srv)) {
+        job->fault.code = "context_length_exceeded";
+        refuse(&job->fault, 400, "messages", "This model's maximum context length is %d tokens. However, your prompt "
+               "of %d tokens has %zu when it is compressed.", context_size(srv), job->n_original, out.n);
+    }
+    const bool keeps = job->checkpoint_at && n_after <= KEPT_END;
+    set_prompt_ids(srv, job, &out, keeps ? (int)out.n - n_after : 0);
+    keep_shortened(srv, job);
+}
+
 static void start_job(Server *srv, Slot *slot, Job *job) {
     Session *s = slot->s;
     if (job->bias || slot->biased) session_set_bias(s, job->bias);
     slot->biased = job->bias;
     if (job->no_cache || job->scores) session_forget(s);
-    else if (!job->by_ids && !slot->by_ids) take_held(srv, s, job);
+    if (may_compress(srv, job)) compress_job(srv, s, job);
+    if (!job->no_cache && !job->scores && !job->by_ids && !slot->by_ids) take_held(srv, s, job);
     slot->by_ids = job->by_ids;
     pthread_mutex_lock(&srv->lock);
+    share_energy(srv, job->score_seconds > 0 ? job : NULL);
     job->total = (int)job->ids.n;
     slot->used = ++srv->n_jobs;
     slot->asked = (size_t)(job->checkpoint_at ? job->checkpoint_at : job->total);
@@ -432,8 +566,9 @@ static Job **next_in_line(Server *srv) {
     return best;
 }
 
-// Gives free sessions to waiting jobs.
+// Gives free sessions to waiting jobs. Tokens of a prompt are not scored while another prompt is paused between layers.
 static void admit(Server *srv) {
+    if (srv->compressor.ratio > 0 && model_paused(srv->m) >= 0) return;
     for (;;) {
         pthread_mutex_lock(&srv->lock);
         Job **at = oldest_slot(srv) ? next_in_line(srv) : NULL, *job = at ? *at : NULL;
@@ -445,11 +580,12 @@ static void admit(Server *srv) {
         }
         pthread_mutex_unlock(&srv->lock);
         if (!job) return;
+        if (may_compress(srv, job)) take_shortened(srv, job);
         start_job(srv, make_ready(srv, job), job);
     }
 }
 
-// ==== [4] Rounds =====================================================================================================
+// ==== [5] Rounds =====================================================================================================
 
 typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // PLAIN: only answers; SHARED: also a prompt
 
@@ -628,8 +764,10 @@ static bool is_cut_short(const Job *job, EndReason end, int n_calls) {
 static void end_job(Server *srv, Slot *slot, const Event *e) {       // the caller holds the lock
     Job *job = slot->job;
     const Turn *turn = session_turn(slot->s);
+    share_energy(srv, NULL);
     job->end = e->end;
     job->turn = *turn;
+    job->turn.joules = job->joules;
     if (job->scores) job->turn.n_run = turn->n_prompt;
     job->thought_tokens = turn->thought_tokens;
     job->stop = turn->stop;
@@ -641,6 +779,10 @@ static void end_job(Server *srv, Slot *slot, const Event *e) {       // the call
     srv->totals.prompt_tokens += (uint64_t)turn->n_prompt;
     srv->totals.cached_tokens += (uint64_t)job->cached;
     srv->totals.made += (uint64_t)turn->made;
+    srv->totals.left_out += (uint64_t)max_int(turn->n_original - turn->n_prompt, 0);
+    srv->totals.steps += (uint64_t)turn->steps;
+    srv->totals.drafted += (uint64_t)turn->drafts.drafted;
+    srv->totals.accepted += (uint64_t)turn->drafts.accepted;
     srv->totals.prompt_seconds += turn->prompt_seconds;
     srv->totals.decode_seconds += turn->decode_seconds;
     slot->job = NULL;

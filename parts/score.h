@@ -20,6 +20,7 @@ static void score_tokens(Model *m, int seq, const int32_t *ids, int n, float *sc
         rows = left > 0 ? min_int(left, m->options.n_batch) : SCORE_ROWS;
         m->scorer_pass = left > 0 ? SCORER_PASS : COLLECT_ATTENTION;
         for (int i = 0; i < rows; i++) m->step_rows[i] = (StepRow){ .token = ids[at + i] };
+        select_buffers(m, rows > STEP_ROWS);
         step(m, &(StepSeg){ .seq = seq, .kind = SEG_CHAIN, .n = rows, .rows = m->step_rows, .more = n - at - rows }, 1);
         if (left > 0) set_length(m, seq, len + at + rows);
     }

@@ -161,6 +161,13 @@ static void route_metrics(Exchange *x) {
            t.prompt_seconds);
     metric(&out, "tokens_generated_total", "counter", "Tokens generated.", (double)t.made);
     metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
+    metric(&out, "prompt_tokens_left_out_total", "counter", "Tokens that compressed prompts left out.",
+           (double)t.left_out);
+    metric(&out, "steps_total", "counter", "Decoding steps of answers; a step that several share counts for each.",
+           (double)t.steps);
+    metric(&out, "draft_tokens_total", "counter", "Tokens drafted.", (double)t.drafted);
+    metric(&out, "draft_tokens_accepted_total", "counter", "Drafted tokens that were accepted.", (double)t.accepted);
+    if (t.joules > 0) metric(&out, "joules_total", "counter", "Energy of the device while answers ran.", t.joules);
     metric(&out, "requests_running", "gauge", "Answers running.", running);
     metric(&out, "requests_waiting", "gauge", "Requests waiting in the queue.", queued);
     metric(&out, "slots", "gauge", "Sessions.", n_slots(srv));
@@ -910,10 +917,23 @@ static void close_connections(Server *srv) {
 
 // Serves until SIGTERM or SIGINT, and frees the server. o: what server_open() got, now with sampling and drafting,
 // which depend on the model.
+// Loads the scorer now, with room for a prompt that fills the context when it is compressed, and not with the first
+// prompt, where it might not fit any more.
+static void open_compressor(Server *srv, const ServeOptions *o) {
+    const double most = fmin((double)context_size(srv) / (double)o->compress, MAX_CONTEXT - 1024);
+    srv->compressor = (Compressor){ .ratio = o->compress, .from = o->compress_from, .file = o->scorer };
+    if (!(o->compress > 0)) return;
+    if (o->scorer) scorer_check(o->scorer, srv->m);
+    open_scorer(&srv->compressor, srv->m, (int)most);
+    fprintf(stderr, "# prompts of %d tokens and more are compressed to %g (lossy); at most %d tokens are read\n",
+            o->compress_from, (double)o->compress, prompt_room(srv));
+}
+
 static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) {
     srv->m = m, srv->t = t;
     srv->o.sampling = o->sampling;
     srv->o.drafting = o->drafting;
+    open_compressor(srv, o);
     const int n_seqs = n_slots(srv);
     srv->slots = alloc_or_die((size_t)n_seqs, sizeof *srv->slots);
     srv->logits = alloc_or_die((size_t)model_shape(m).vocab, sizeof *srv->logits);
@@ -921,6 +941,7 @@ static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) {
     if (!grammar_vocab_init(&srv->vocab, t)) die("out of memory for the token tree of the grammar");
     measure_pace(m, t, &o->drafting);
     for (int i = 0; i < n_seqs; i++) srv->slots[i].s = session_open(m, t, i);
+    srv->joules = read_joules(m);
     srv->chunk = o->chunk ? o->chunk : model_options(m)->n_batch;
     srv->by_rows = chunk_is_free(m, srv->chunk);
     srv->share = srv->by_rows ? share_of(min_int(SHARE_LEAST, srv->chunk), srv->chunk) : share_of(1, INFINITY);
@@ -941,6 +962,11 @@ static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) {
     }
     store_close(&srv->store);
     for (int i = 0; i < n_seqs; i++) session_close(srv->slots[i].s);
+    close_scorer(&srv->compressor);
+    for (int i = 0; i < SHORTENED; i++) {
+        tok_ids_free(&srv->shortened[i].said);
+        tok_ids_free(&srv->shortened[i].shown);
+    }
     grammar_vocab_free(&srv->vocab);
     free(srv->slots);
     free(srv->logits);

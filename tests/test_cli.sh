@@ -316,12 +316,12 @@ error prompt.txt tokenize "$tmp/prompt.txt" -p hi
 run --help
 ok "--help exits 0" [ "$status" -eq 0 ]
 ok "--help writes nothing to stderr" size "$tmp/err" 0
-for word in logits tokenize detokenize quantize plan view ppl check niah serve bench sweep plot model prompt sampling "structured output" \
+for word in logits tokenize detokenize quantize plan view ppl check niah eval serve bench sweep plot model prompt sampling "structured output" \
     "speculative decoding" "KV cache" device output; do
     ok "--help names $word" grep -qE -e "(^|[^a-z-])$word([^a-z-]|\$)" "$tmp/out"
 done
 # Every flag, with each of its names, with a valid and an invalid value. A flag that is missing here fails the test.
-for verb in "" serve plan bench sweep plot ppl niah check quantize tokenize detokenize logits view; do
+for verb in "" serve plan bench sweep plot ppl niah eval check quantize tokenize detokenize logits view; do
     # shellcheck disable=SC2086  # no command is no word
     run $verb --help
     ok "$verb --help: exits 0" [ "$status" -eq 0 ]
@@ -362,7 +362,12 @@ while read -r names; do
         "--needles ") verb=niah plain="-p 256 -d 50 -r 1" good=2 bad=0 ;;
         "--svg ") verb=niah plain="-p 256 -d 50 -r 1" good="$tmp/map.svg" bad=/nowhere/x ;;
         "--kind ") verb=plot plain='' file="$tmp/table.csv" good=speed bad=pie ;;
+        "--prompts ") verb=eval plain="--limit 1 -n 2" good=tests/prompts.jsonl bad=missing.jsonl ;;
+        "--csv ") verb=eval plain="--prompts tests/prompts.jsonl --limit 1 -n 2" good="$tmp/rows.csv" bad=/nowhere/x ;;
+        "--limit ") verb=eval plain="--prompts tests/prompts.jsonl -n 2 -c 500" good=1 bad=-1 ;;
+        "--run-code ") verb=eval plain="--prompts tests/prompts.jsonl --limit 1 -n 2" ;;
         "--compress ") good=0.5 bad=1 ;;
+        "--compress-from ") plain="$plain --compress 0.5" good=100 bad=63 ;;
         "--scorer ") plain="$plain --compress 0.5" good="$model" bad=missing.gguf ;;
         "--pflash ") good=0.5 bad=1.5 ;;
         "--pflash-from ") good=0 bad=-1 ;;

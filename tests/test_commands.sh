@@ -1,5 +1,5 @@
 #!/bin/sh
-# The table of docs/commands.md: commands from the manuals of llama.cpp, Ollama and vLLM, and what they do here. Runs each
+# The table of docs/commands.md: commands from the manuals of llama.cpp, Lucebox, Ollama and vLLM, and what they do here. Runs each
 # command on the small model and compares its exit status and what it says with the table.
 #
 #   tests/test_commands.sh --write      writes the table again
@@ -12,6 +12,12 @@ models=$PWD/models
 cd "$tmp" || exit 1
 ln -s "$models/gemma4-mini-q8_0.gguf" m.gguf
 ln -s "$models/gemma4-mini-mtp-q8_0.gguf" draft.gguf
+ln -s "$models/gemma4-mini-dflash-q8_0.gguf" dflash.gguf
+mkdir drafter several                             # folders with one GGUF file, with two
+ln -s "$models/gemma4-mini-mtp-q8_0.gguf" drafter/mtp.gguf
+: >drafter/README.md
+ln -s "$models/gemma4-mini-mtp-q8_0.gguf" several/a.gguf
+ln -s "$models/gemma4-mini-mtp-q8_0.gguf" several/b.gguf
 echo "Tell me a story." >prompt.txt
 yes "The fox ran home." | head -n 40 >long.txt
 echo 'root ::= "apple, pear, plum"' >list.gbnf
@@ -23,6 +29,8 @@ outcome() {
     llama-cli*) words=${1#llama-cli} ;;
     llama-server*) words="serve ${1#llama-server}" ;;
     "vllm serve"*) words="serve ${1#vllm serve}" ;;
+    test_gemma4_dflash*) words=${1#test_gemma4_dflash} ;;
+    dflash_server*) words="serve ${1#dflash_server}" ;;
     llama-bench*) words="bench ${1#llama-bench}" ;;
     llama-perplexity*) words="ppl ${1#llama-perplexity}" ;;
     llama-tokenize*) words="tokenize ${1#llama-tokenize}" ;;

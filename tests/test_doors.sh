@@ -36,6 +36,8 @@ caller compress.h
 ok "compress.h sees engine.h alone" [ "$status" -eq 0 ]
 caller niah.h parts/compress.h parts/plot.h
 ok "niah.h sees engine.h, compress.h and plot.h" [ "$status" -eq 0 ]
+caller eval.h parts/answer.h parts/judge.h
+ok "eval.h sees engine.h, answer.h and judge.h" [ "$status" -eq 0 ]
 caller view.h
 ok "view.h sees engine.h alone" [ "$status" -eq 0 ]
 caller chat.h parts/answer.h parts/lines.h parts/compress.h

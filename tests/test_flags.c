@@ -67,7 +67,8 @@ static const struct { const char *name, *words; } companions[] = {     // flags 
     { "--scorer", "--compress 0.3" }, { "--think-budget", "--think" }, { "--history", "-i" },
     { "--tree", "-md mtp.gguf" }, { "--tool-choice", "--tools tools.json" }, { "-ctv", "--kv-layout untied" },
     { "--spec-force", "-md dflash.gguf" }, { "--kv-swa", "-ctk f32" }, { "--pflash", "--pflash-from 0" },
-    { "--compress", "-f long.txt -c 2000" } };
+    { "--compress", "-f long.txt -c 2000" },
+    { "--compress-from", "--compress 0.4" } };
 
 static const char *const files[] = {
     "text.txt", "long.txt", "empty", "tools.json", "schema.json", "form.gbnf", "ids.i32", "noise", "session",
@@ -196,7 +197,7 @@ static const struct { Verb verb; const char *words; } frames[] = {
     { GENERATE, "-n 12 -c 300 -t 1" }, { LOGITS, "--ids ids.i32 -o new -t 1" }, { TOKENIZE, "-p Hello" },
     { DETOKENIZE, "--ids 2" }, { BENCH, "-p 8 -n 3 -r 1 -t 1" }, { SWEEP, "-d 8 -n 3 -t 1" }, { CHECK, "--against reference -t 2" },
     { SERVE, "--port 0 -n 8 -c 300 -t 1 --cache-ram 16" }, { PPL, "-f text.txt -c 32 --chunks 2 -t 1" },
-    { NIAH, "-p 256 -d 50 -r 1 -t 1" } };
+    { NIAH, "-p 256 -d 50 -r 1 -t 1" }, { EVAL, "--prompts prompts.jsonl -n 6 -c 300 -t 1" } };
 
 static const struct { Verb verb; int share; } shares_of_verbs[] = {    // relative frequency; others 1
     { GENERATE, 40 }, { SERVE, 8 }, { PLAN, 4 }, { PPL, 5 }, { LOGITS, 4 }, { BENCH, 2 }, { TOKENIZE, 2 },
@@ -286,6 +287,8 @@ static struct { const char *name, *from; char *data; size_t n; struct stat st; }
     { .name = "dflash.gguf", .from = "models/gemma4-mini-dflash-q8_0.gguf" },
     { .name = "text.txt", .from = "tests/drafted.txt", .n = 200 },
     { .name = "long.txt", .from = "tests/drafted.txt", .n = 1200 },
+    { .name = "prompts.jsonl",
+      .data = "{\"prompt\":\"Count from 2 to 5.\",\"answer\":5}\n{\"question\":\"Hi\",\"kind\":\"talk\"}\n" },
     { .name = "session" }, { .name = "noise" }, { .name = "ids.i32" }, { .name = "empty", .data = "" },
     { .name = "form.gbnf", .data = "root ::= (\"yes\" | \"no\") \", it is\"\n" },
     { .name = "schema.json",

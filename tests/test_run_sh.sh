@@ -152,6 +152,47 @@ ok "a draft that is too large: exits 0" [ "$status" -eq 0 ]
 ok "a draft that is too large: says so" has "removing it"
 ok "a draft that is too large: the whole file" cmp -s "$tmp/payload" "$file"
 
+# Prompts: the fake curl serves any address, so the hashes are those of the payload.
+sed "s/[0-9a-f]\{64\} 1319 MIT/$(cat "$tmp/sha") 500 MIT/; s/- 500 MIT/- 499 MIT/" "$tmp/tree/run.sh" >"$tmp/tree/prompts.sh"
+fetch_prompts() { # fetch_prompts NAME: like fetch
+    PATH="$tmp/bin:$PATH" sh "$tmp/tree/prompts.sh" --fetch "$1" >"$tmp/out" 2>"$tmp/err"
+    status=$?
+}
+cp "$tmp/payload" "$tmp/lines"
+awk '{ print "{\"question\":\"" $0 "\"}" }' "$tmp/lines" >"$tmp/payload"
+fetch_prompts gsm8k
+ok "prompts of another SHA-256: exit status 1" [ "$status" -eq 1 ]
+ok "prompts of another SHA-256: both sums" has "expected SHA-256 $(cat "$tmp/sha"), got "
+ok "prompts of another SHA-256: no file" [ ! -e "$tmp/tree/models/gsm8k.jsonl" ]
+fetch_prompts math
+ok "a wrong number of prompts: exit status 1" [ "$status" -eq 1 ]
+ok "a wrong number of prompts: says so" has "expected 499 lines of JSON objects; removed it"
+ok "a wrong number of prompts: no file" [ ! -e "$tmp/tree/models/math.jsonl" ]
+cp "$tmp/payload" "$tmp/more" && head -n 499 "$tmp/more" >"$tmp/payload"
+fetch_prompts math
+ok "prompts: exits 0" [ "$status" -eq 0 ]
+ok "prompts: the whole file" cmp -s "$tmp/payload" "$tmp/tree/models/math.jsonl"
+ok "prompts: the license" has "models/math.jsonl: complete: 499 prompts, license MIT; gemma4 eval MODEL --prompts "
+touch "$tmp/offline"
+fetch_prompts math
+ok "prompts that are there: exits 0, without a network" [ "$status" -eq 0 ]
+fetch_prompts humaneval
+ok "prompts without a network: exit status 1" [ "$status" -eq 1 ]
+ok "prompts without a network: one line" lines 1
+rm "$tmp/offline"
+if command -v gzip >/dev/null 2>&1; then
+    head -n 164 "$tmp/more" | gzip >"$tmp/payload"
+    sed -i.bak 's/[0-9a-f]\{64\} 164 MIT/- 164 MIT/' "$tmp/tree/prompts.sh"
+    fetch_prompts humaneval
+    ok "packed prompts: exits 0" [ "$status" -eq 0 ]
+    ok "packed prompts: are unpacked" [ "$(grep -c '^{' "$tmp/tree/models/humaneval.jsonl")" -eq 164 ]
+    ok "packed prompts: nothing else is left" [ ! -e "$tmp/tree/models/humaneval.jsonl.part" ]
+fi
+fetch nothing
+ok "--fetch: lists draft models" grep -qE '^  26b-dflash +0.5 GB  Lucebox/' "$tmp/err"
+ok "--fetch: lists prompts" grep -qE '^  gsm8k +prompts for gemma4 eval: 1319 of them, license MIT$' "$tmp/err"
+cp "$tmp/lines" "$tmp/payload"
+
 mkdir "$tmp/elsewhere" && ln -s elsewhere/link "$tmp/link" && ln -s "$tmp/tree/run.sh" "$tmp/elsewhere/link"
 PATH="$tmp/bin:$PATH" sh "$tmp/link" --fetch e4b >"$tmp/out" 2>"$tmp/err"
 status=$?

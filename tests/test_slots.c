@@ -320,6 +320,94 @@ static void test_silence(void) {
     }
 }
 
+// ---- energy ---------------------------------------------------------------------------------------------------------
+
+static double meter;                                   // joules
+static double read_meter(void) { return meter; }
+
+// Two jobs share what the device uses while both run; what it uses while none runs is nobody's.
+static void test_energy(void) {
+    const Ops *real = m->ops;
+    Ops metered = *real;
+    Job *a = new_job(1, INFINITY), *b = new_job(2, INFINITY);
+    metered.joules = read_meter;
+    m->ops = &metered;
+    srv.joules = meter = 100;
+    srv.totals.joules = 0;
+    meter += 7;                                        // idle
+    share_energy(&srv, NULL);
+    srv.slots[0].job = a, srv.n_running = 1;
+    meter += 10;
+    share_energy(&srv, NULL);
+    srv.slots[2].job = b, srv.n_running = 2;
+    meter += 6;
+    share_energy(&srv, NULL);
+    CHECK(a->joules == 13 && b->joules == 3, "shared: %g and %g J, expected 13 and 3", a->joules, b->joules);
+    meter += 5;
+    share_energy(&srv, b);                             // scoring its prompt
+    CHECK(a->joules == 13 && b->joules == 8, "one job's own: %g and %g J, expected 13 and 8", a->joules, b->joules);
+    CHECK(srv.totals.joules == 21, "all: %g J, expected 21", srv.totals.joules);
+    srv.slots[0].job = srv.slots[2].job = NULL, srv.n_running = 0;
+    m->ops = real;
+    share_energy(&srv, NULL);
+    CHECK(srv.totals.joules == 21, "a device without a meter: %g J, expected 21", srv.totals.joules);
+    srv.totals.joules = 0;
+    job_free(a);
+    job_free(b);
+}
+
+// ---- compressed prompts ---------------------------------------------------------------------------------------------
+
+static int32_t chat_ids[200];
+
+// Sets a job's prompt: <bos>, a system turn or none, then a user's turn.
+static int ask_ids(Job *job, const char *text) {
+    job->ids.n = 0;
+    push_id(&tok, &job->ids, tok.bos);
+    if (tok_encode(&tok, text, strlen(text), TOK_SPECIAL, &job->ids) < 0) die("%s", tok.err);
+    memcpy(chat_ids, job->ids.ids, job->ids.n * sizeof *chat_ids);
+    return (int)job->ids.n;
+}
+
+static void test_known(void) {
+    Job *job = new_job(1, INFINITY);
+    int n = ask_ids(job, "<|turn>system\nBe brief.<turn|>\n<|turn>user\nHello<turn|>\n");
+    const int head = head_tokens(&tok, &job->ids);
+    CHECK(head > 5 && head < n && job->ids.ids[head - 1] == tok.turn_close, "the head ends with the system turn: %d of %d", head, n);
+    n = ask_ids(job, "<|turn>user\nThe system is down.<turn|>\n");
+    CHECK(head_tokens(&tok, &job->ids) == 1, "no system turn: <bos> alone, got %d", head_tokens(&tok, &job->ids));
+    // the first turn was shown as 4 ids in place of n
+    job->checkpoint_at = n;
+    copy_ids(&tok, &job->original, &job->ids, (size_t)n);
+    job->ids.n = 4;
+    job->checkpoint_at = 4;
+    keep_shortened(&srv, job);
+    Job *next = new_job(1, INFINITY);
+    const int m_ids = ask_ids(next, "<|turn>user\nThe system is down.<turn|>\n<|turn>model\nYes.<turn|>\n<|turn>user\nWhy?<turn|>\n");
+    next->checkpoint_at = m_ids;
+    take_shortened(&srv, next);
+    CHECK((int)next->ids.n == m_ids - n + 4 && next->n_known == 4 && next->n_original == m_ids, "the next turn: %zu ids, known %d, original %d",
+          next->ids.n, next->n_known, next->n_original);
+    CHECK(!memcmp(next->ids.ids, job->ids.ids, 4 * sizeof(int32_t)) &&
+          !memcmp(next->ids.ids + 4, chat_ids + n, (size_t)(m_ids - n) * sizeof(int32_t)), "the next turn: what was shown, then what is new");
+    CHECK(next->checkpoint_at == (int)next->ids.n && (int)next->original.n == m_ids, "the next turn: its checkpoint");
+    keep_shortened(&srv, next);
+    int used = 0;
+    for (int i = 0; i < SHORTENED; i++) used += srv.shortened[i].said.n > 0;
+    CHECK(used == 1, "a conversation has one place, got %d", used);
+    Job *other = new_job(1, INFINITY);
+    ask_ids(other, "<|turn>user\nThe system is up.<turn|>\n");
+    take_shortened(&srv, other);
+    CHECK(!other->n_known && !other->n_original, "another conversation is not known");
+    for (int i = 0; i < SHORTENED; i++) {
+        tok_ids_free(&srv.shortened[i].said);
+        tok_ids_free(&srv.shortened[i].shown);
+    }
+    job_free(job);
+    job_free(next);
+    job_free(other);
+}
+
 int main(void) {
     start_threads(1);
     m = model_open(MINI, cpu_ops(), (ModelOptions){ .n_ctx = N_CTX, .n_seqs = N_SLOTS, .n_batch = 128, .n_logits = 4,
@@ -337,6 +425,8 @@ int main(void) {
     test_replaced();
     test_store();
     test_silence();
+    test_energy();
+    test_known();
     for (int i = 0; i < N_SLOTS; i++) session_close(srv.slots[i].s);
     free(srv.slots);
     tok_free(&tok);

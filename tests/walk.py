@@ -817,12 +817,11 @@ class Walk:
 
 
 def compress(o, seed, counts):
-    """The command line shows a model a part of a prompt: the same answer twice, and with a drafter. `serve` refuses to. -> failures"""
+    """The command line shows a model a part of a prompt: the same answer twice, and with a drafter. -> failures"""
     r = random.Random(f"compress {seed}")
     env = dict(os.environ) if o.gpu else dict(os.environ, CUDA_VISIBLE_DEVICES="")
     run = lambda *flags: subprocess.run([o.gemma4, *flags], stdin=subprocess.DEVNULL, capture_output=True, text=True,
                                         env=env, timeout=WAIT)
-    refused = run("serve", MINI, "--compress", "0.5", "--port", "0")
     flags = [MINI, "-t", "1", "-n", "24", "-s", "5", "--temp", r.choice(["0", "0.8"]), "-c", "2048", "-ctk",
              r.choice(["f16"] + GROUPED),
              "--compress", r.choice(["0.2", "0.5", "0.8"])] + r.choice([[], ["--scorer", SMALL]])
@@ -831,8 +830,6 @@ def compress(o, seed, counts):
     plain, again = run(*flags), run(*flags)
     drafted = run(*flags, "--spec", kind, *(["-md", DRAFTERS[kind]] if kind in DRAFTERS else []))
     found = []
-    if refused.returncode != 1 or len(refused.stderr.strip().splitlines()) != 1 or "--compress" not in refused.stderr:
-        found.append(f"serve --compress: expected status 1 and one line that names it, got {refused.returncode}: {refused.stderr}")
     for what, a in (("the answer", plain), ("again", again), ("with " + kind, drafted)):
         if a.returncode or REPORT.search(a.stderr) or "prompt compressed" not in a.stderr:
             found.append(f"--compress, {what}: status {a.returncode}: {a.stderr[-1500:]}")
