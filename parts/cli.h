@@ -738,7 +738,9 @@ static const char *tensor_places(const Flags *f) {
     }
     if (f->cpu_moe) fprintf(out, "exps=CPU,");
     if (fclose(out)) die("-ot: out of memory");
-    return n ? list : NULL;
+    if (n) return list;
+    free(list);
+    return NULL;
 }
 
 static ModelOptions plan_options(const Flags *f) {

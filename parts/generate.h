@@ -891,7 +891,7 @@ static void step_ahead(Model *m, StepSeg *segs, int n, int depth) {
     step(m, segs, n);
 }
 
-// Learns how long a step takes. A plain step that could have been issued ahead and was not takes longer than the others.
+// Learns how long a step takes. A plain step that was not issued ahead, but could have been, takes longer than others.
 static void add_step_of(const Session *s, int rows, bool issued_ahead, double seconds) {
     if (rows > 1 || issued_ahead || !goes_ahead(s)) add_step_time(s->m->pace, rows, seconds);
 }
