@@ -144,7 +144,10 @@ typedef struct {
     int32_t  seg;                    // index of the segment
     int32_t  index;                  // number within the segment: the row's cache slot is len + index
     int32_t  depth;                  // position - len; CHAIN: index; TREE: number of proper ancestors
-    uint64_t ancestors;              // TREE: bit j = row j of the segment is this row or an ancestor of it
+    union {
+        uint64_t ancestors;          // TREE: bit j = row j of the segment is this row or an ancestor of it
+        int64_t  ahead;              // CHAIN: rows after this one that it sees too where there is a window, the rest of
+    };                               // its picture; 0: none. Fewer than n - index
 } Row;
 
 typedef struct {                     // the rows of a step, or some of them: forward() continues with output rows alone
@@ -153,6 +156,11 @@ typedef struct {                     // the rows of a step, or some of them: for
     int32_t       *len;              // (n_seqs) committed rows of each session; a row's position is len[seq] + depth
     int            n_rows, n_segs;
 } Batch;
+
+// With OWN_CAUSAL a row sees none but the first rows of its segment, this many.
+HOST_DEVICE static inline int rows_in_sight(const Row *row, const Segment *seg, int window) {
+    return row->index + 1 + (window && seg->kind == SEG_CHAIN ? (int)row->ahead : 0);
+}
 
 // ---- caches ------------------------------------------------------------------------------------------------------
 typedef enum { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_TQ4, KV_TQ3 } KvType;
@@ -383,7 +391,7 @@ typedef struct {
 } AttnMass;
 
 typedef enum {
-    OWN_CAUSAL,                      // CHAIN: itself and those before, in the window; TREE: itself and ancestors
+    OWN_CAUSAL,                      // CHAIN: the first rows_in_sight(), in the window; TREE: itself and ancestors
     OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
     OWN_NONE                         // committed rows only (MTP on the target's cache)
 } OwnMask;

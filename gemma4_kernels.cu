@@ -5277,7 +5277,7 @@ __device__ static inline RowMask row_mask(const Batch &b, int n_seqs, int window
     const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];
     const int len = b.len[n_seqs == 1 ? 0 : seg.seq], pos = len + row.depth;
     const int first = window ? max(0, pos - window + 1) : 0;
-    int n_own = own == OWN_ALL ? seg.n : row.index + 1;
+    int n_own = own == OWN_ALL ? seg.n : rows_in_sight(&row, &seg, window);
     if (own == OWN_NONE) n_own = 0;
     return (RowMask){ row.seg, seg.seq, seg.first, seg.kind, len, row.index, pos, first, min(first, len), len + n_own,
                     row.ancestors };

@@ -842,6 +842,7 @@ typedef struct {              // rows of one segment, at most TILE_QUERIES, and 
     const Segment *seg;
     int n, len;
     int first[TILE_QUERIES];            // the lowest position that row i sees
+    int n_own[TILE_QUERIES];            // row i sees only the first n_own rows of the segment
     int before_tail[TILE_QUERIES];      // row i reads positions up to this one from k and v, later ones from the tail
     int lowest, end;          // every row sees only keys of lowest .. end - 1
     int min_before_tail, max_before_tail;
@@ -911,7 +912,7 @@ static void attend_own(OnlineSoftmax *s, const VisibleKeys *v, const Cache *c, b
         for (int i = 0; i < v->n; i++) {               // bits low .. high - 1
             const int at = v->len + k, after = v->before_tail[i] + 1;
             const int low = max_int((is_tail ? max_int(v->first[i], after) : v->first[i]) - at, 0);
-            const int high = min_int(v->row[i].index + 1 - k, is_tail ? INT_MAX : after - at);
+            const int high = min_int(v->n_own[i] - k, is_tail ? INT_MAX : after - at);
             visible[i] = tree ? (uint32_t)(path[i] >> k) : all || low < 32 ? ~(uint32_t)0 << (all ? 0 : low) : 0;
             if (!all && high < 32) visible[i] &= high > 0 ? ((uint32_t)1 << high) - 1 : 0;
             any |= visible[i] &= selected;
@@ -931,13 +932,13 @@ static VisibleKeys visible_keys(const Attend *o, int r, int n_rows, int g) {
     v.lowest = v.min_before_tail = v.end = v.len;
     for (int i = 0; i < n_rows; i++) {
         const int pos = v.len + row[i].depth;
-        const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1;
+        v.n_own[i] = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : rows_in_sight(&row[i], seg, o->window);
         v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
         v.before_tail[i] = v.uses_tail ? max_int(-1, pos - c->tail_reach) : INT_MAX - 1;
         v.lowest = min_int(v.lowest, v.first[i]);
         v.min_before_tail = min_int(v.min_before_tail, v.before_tail[i]);
         v.max_before_tail = max_int(v.max_before_tail, v.before_tail[i]);
-        v.end = max_int(v.end, v.len + n_own);
+        v.end = max_int(v.end, v.len + v.n_own[i]);
     }
     const size_t list = (size_t)(r / SELECT_ROWS) * c->n_kv_heads + g;
     if (o->blocks && o->blocks->n[list] >= 0) {

@@ -901,7 +901,8 @@ static __global__ void attend_kernel(Attend o, Batch b, Cache c, Cache tail, Cac
     const Segment seg = b.segs[row.seg];
     const int len = b.len[seg.seq], pos = len + row.depth;
     const int from = o.window ? max_int(0, pos - o.window + 1) : 0;
-    const int to = o.own == OWN_NONE ? len : o.own == OWN_ALL ? len + seg.n : len + row.index + 1;
+    const bool chain = o.own == OWN_CAUSAL && seg.kind == SEG_CHAIN;
+    const int to = len + (o.own == OWN_NONE ? 0 : o.own == OWN_ALL ? seg.n : rows_in_sight(&row, &seg, o.window));
     const int tail_from = reads_tail(&c, &seg, blocks.n != NULL) ? pos - c.tail_reach + 1 : to;
     const int list = r / SELECT_ROWS * c.n_kv_heads + g, n_listed = blocks.n ? blocks.n[list] : -1;
     const int32_t *listed = blocks.block + (size_t)list * blocks.n_blocks;
@@ -914,7 +915,7 @@ static __global__ void attend_kernel(Attend o, Batch b, Cache c, Cache tail, Cac
         while (n_passed < n_listed && listed[n_passed] < j / SELECT_KEYS) n_passed++;
         if (n_listed >= 0 && (n_passed == n_listed || listed[n_passed] != j / SELECT_KEYS)) continue;
         const int own = j - len;                       // j < len: position j; else row `own` of the segment
-        if (own < 0 || (o.own == OWN_CAUSAL && seg.kind == SEG_CHAIN) ? j < from
+        if (own < 0 || chain ? j < from
             : o.own == OWN_CAUSAL && !(row.ancestors >> own & 1)) continue;
         const bool is_staged = staged && own >= 0;
         const Cache &at = is_staged ? staging : j >= tail_from ? tail : c;

@@ -399,7 +399,7 @@ static bool ref_is_visible(const Attend *o, const Row *row, const Segment *seg, 
     if (i < 0) return !o->window || j > len + row->depth - o->window;
     if (o->own != OWN_CAUSAL) return o->own == OWN_ALL;
     if (seg->kind == SEG_TREE) return row->ancestors >> i & 1;
-    return i <= row->index && (!o->window || i > row->index - o->window);
+    return i <= row->index + (o->window ? row->ahead : 0) && (!o->window || i > row->index - o->window);
 }
 
 // Reads K and V of key j (head_dim), in the order of the cache, as a row of the segment sees them. Returns the factor

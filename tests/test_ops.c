@@ -601,6 +601,12 @@ static void add_chain(TestStep *s, int seq, int len, int n) {
     s->n_segs++;
 }
 
+// Of the chain's rows, those from .. from + n - 1 are a picture.
+static void add_picture(TestStep *s, int from, int n) {
+    Row *row = &s->rows[s->segs[s->n_segs - 1].first + from];
+    for (int i = 0; i < n; i++) row[i].ahead = n - 1 - i;
+}
+
 // The parent of row i is a random row before it, at most `wide` rows back; wide 0: row (i - 1) / 2.
 static void add_tree(TestStep *s, int seq, int len, int n, int wide) {
     const int first = s->n_rows;
@@ -1696,7 +1702,7 @@ static void attend_store_case(AttendCase t, bool reader, const TestStep *s) {
                                   .out = { room_f("product", n * 40) } });
         for (int from = 0, to; from < n; from = to) {
             // if rows see later rows, those must be stored before
-            to = path == 2 && !from && n > 1 && t.own != OWN_ALL ? n / 2 : n;
+            to = path == 2 && !from && n > 1 && t.own != OWN_ALL && !s->rows[n / 2 - 1].ahead ? n / 2 : n;
             const Batch view = batch_from(batch, (Run){ from, to - from });
             QkvStore part = store;
             part.batch = &view;
@@ -2008,8 +2014,34 @@ static void attend_prompts(TestStep *s) {
     }
 }
 
+// Pictures, of which every row sees all in the window: larger and smaller than it, at both ends of a step, several in
+// a chain, at the edges of tiles, in rings that wrap, staged or not, in steps of a few rows and in prompts.
+static void attend_pictures(TestStep *s) {
+    static const KvType types[] = { KV_F32, KV_F16, KV_BF16, KV_F16 };
+    for (int k = 0; k < 12; k++) {
+        static const int n[] = { 5, 9, 64, 40, 64, 130, 200, 70, 100, 66, 220, 130 };
+        const KvType type = k % 4 == 3 ? kv_types[3 + k / 4] : types[k % 4];
+        const int window = 24 << k % 5, at = (int)rnd(500), first = (int)rnd((uint32_t)n[k] / 2);
+        const int hd = type == KV_F16 && n[k] > STEP_ROWS ? 256 : 128 << k % 2, many = 1 + (int)rnd((uint32_t)n[k] / 2);
+        memset(s, 0, sizeof *s);
+        add_chain(s, 1, at, n[k]);
+        add_picture(s, first, many);
+        if (first + many + 2 < n[k]) add_picture(s, first + many + 1, n[k] - first - many - 1);        // to the end
+        if (k % 3 == 2) add_chain(s, 0, 70, n[k] > STEP_ROWS ? 30 : 4), add_picture(s, 0, 3);
+        if (k == 10) add_tree(s, 2, 40, 12, 5);
+        const int slots = (window + STEP_ROWS + TILE_SLOTS - 1) / TILE_SLOTS * TILE_SLOTS;
+        attend_case((AttendCase){ type, hd, 4, 1 + k % 2, slots, 0, window, OWN_CAUSAL, n[k] > STEP_ROWS, false, 1 },
+                    s);
+        if (n[k] <= STEP_ROWS)
+            attend_store_case((AttendCase){ type, hd, 4, 2, slots, 0, window, OWN_CAUSAL, k == 3, false, 1 }, false, s);
+        if (k % 4) continue;                           // a global layer does not look ahead
+        attend_case((AttendCase){ type, hd, 4, 1, 1088, 0, 0, OWN_CAUSAL, false, false, 1 }, s);
+    }
+}
+
 static void test_attend(void) {
     TestStep *s = alloc_or_die(1, sizeof *s);
+    attend_pictures(s);
     attend_shapes();
     attend_windows();
     attend_own_rows(s);
