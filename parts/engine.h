@@ -37,6 +37,7 @@ typedef struct {
     int    n_seqs;            // sessions
     int    n_batch;           // most rows of a step, >= STEP_ROWS; BATCH_FIT
     int    n_logits;          // most rows of a step that need logits
+    int    picture_rows;      // most rows of a picture in a prompt; 0: there are no pictures
     KvType k_type, v_type;    // of global layers
     KvType ring_type;         // of sliding layers; KV_F32: f16, unless k_type is f32
     int    tail;              // newest rows that quantised global layers keep in f16 too; 0: none
@@ -135,12 +136,29 @@ API void measure_pace(Model *m, Tokenizer *t, const Drafting *how);
 
 // ==== [3] Prompts, answers, events ==================================================================================
 
+// A picture in a prompt is n rows that take the place of embeddings. At its places the ids of the prompt are
+// picture_id(), which are below -1. So equal ids are equal pictures, and whoever compares ids, or keeps them in memory
+// or in a file, needs to know nothing of pictures. Text must follow a picture.
+typedef struct {
+    int          first, n;    // ids[first] .. ids[first + n - 1]
+    const float *rows;        // (n, dim) of the model; they are read until the prompt has run
+} Picture;
+
+// The id at the place of row i of a picture. hash: of all that its rows depend on.
+static inline int32_t picture_id(uint64_t hash, int i) {
+    const uint64_t z = (hash + ((uint64_t)i + 1) * 0x9E3779B97F4A7C15u) * 0xBF58476D1CE4E5B9u;
+    return -2 - (int32_t)((z ^ z >> 31) >> 34);
+}
+
 typedef struct {
     const int32_t *ids;       // (n), n >= 1
     int            n;
     int            n_head;    // the first of them that stay when the context shifts: <bos> and the system turn
     int            checkpoint_at;      // later prompts begin with the first checkpoint_at ids, so a snapshot is taken
-} Prompt;                              // after them; 0: not known
+                                       // after them; 0: not known
+    const Picture *pictures;           // (n_pictures) in the order of their places; all ids below 0 are theirs
+    int            n_pictures;
+} Prompt;
 
 typedef struct {              // how to answer
     int          n_predict;   // tokens to generate; -1: until the turn ends or the context is full

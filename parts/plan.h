@@ -563,6 +563,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     if (o.place) read_places(m, o.place);
     if (o.n_batch == BATCH_FIT)
         fit_batch(m, n_ctx == CTX_FIT ? TILE_SLOTS : n_ctx, n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx, budget);
+    if (sees_whole_pictures(m)) m->options.n_batch = max_int(m->options.n_batch, o.picture_rows);
     if (n_ctx == CTX_FIT) {                            // what the usual context leaves; but a table may leave for more
         fit_context(m, usual, budget);
         b->most_in_host = max_int(b->n_in_host, m->weights.per_layer_token_embd.data != NULL);
@@ -594,6 +595,7 @@ static void alloc_step(const Model *m, Step *step) {
     step->out_rows = alloc_or_die(n_logits, sizeof *step->out_rows);
     step->segs = alloc_or_die(n_seqs, sizeof *step->segs);
     step->out_index = alloc_or_die(n_logits, sizeof *step->out_index);
+    step->soft = alloc_or_die(n_batch, sizeof *step->soft);
     step->uploaded.rows = alloc_or_die(n_batch, sizeof *step->uploaded.rows);
     step->uploaded.out_rows = alloc_or_die(n_logits, sizeof *step->uploaded.out_rows);
     step->uploaded.segs = alloc_or_die(n_seqs, sizeof *step->uploaded.segs);
@@ -605,6 +607,7 @@ static void free_step(Step *step) {
     free(step->out_rows);
     free(step->segs);
     free(step->out_index);
+    free(step->soft);
     free(step->uploaded.rows);
     free(step->uploaded.out_rows);
     free(step->uploaded.segs);

@@ -502,7 +502,7 @@ static bool read_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     stream_get(f, ids, n_ids * sizeof *ids, false);
     bool ok = !f->err;
     for (size_t i = 0; i < n_ids && ok; i++) {
-        ok = ids[i] >= 0 && ids[i] < m->config.vocab;
+        ok = (ids[i] >= 0 || (ids[i] < -1 && i < h->n)) && ids[i] < m->config.vocab;
         if (!ok)
             refuse_session(s, path, "token %zu: expected an id from 0 to %d, got %" PRId32, i, m->config.vocab - 1,
                            ids[i]);
