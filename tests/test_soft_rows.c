@@ -112,7 +112,7 @@ static void test_embeddings(const char *name, Model *m) {
         for (size_t k = 0; k < dim; k++)
             rows[(size_t)i * dim + k] = sqrtf((float)dim) *
                                         ((const float *)m->weights.token_embd.data)[(size_t)text.ids[i] * dim + k];
-    for (int i = 5; i < 15; i++) {                     // ten pictures of a row see nothing ahead
+    for (int i = 5; i < 15; i += 4) {                  // a picture of one row sees nothing ahead
         soft.n_pictures = 1;
         soft.pictures[0] = (Picture){ i, 1, rows + (size_t)i * dim };
         soft.ids[i] = picture_id(9, 0);
@@ -140,7 +140,7 @@ static void test_model(const char *preset) {
     Model *m = open_model(path, cpu_ops(), options()), *plain = open_model(path, reference_ops(), options());
     const size_t vocab = (size_t)m->config.vocab;
     test_embeddings(preset, m);
-    Text x = random_text(m, (const int[]){ 40, 7, 70 }, 3);            // the window has 32 tokens
+    Text x = random_text(m, (const int[]){ 40, 7, 36 }, 3);            // the window has 32 tokens
     const size_t n = (size_t)x.n * vocab;
     float *got = run_rows(m, &x, NULL, 0), *want = run_rows(plain, &x, NULL, 0);
     CHECK(distance(got, want, n) < 2e-3, "%s: logits of pictures: off by %g from plain loops", preset,
@@ -221,7 +221,7 @@ static void test_drafts(const char *name, Session *s, const Text *x) {
     int32_t want[256];
     int n;
     AnswerOptions o = greedy;
-    o.n_predict = 40;
+    o.n_predict = 60;
     session_forget(s);
     answer_with(s, x, o, want, &n, NULL);
     for (int k = 0; k < 2; k++) {
@@ -288,8 +288,8 @@ static void test_sessions(const char *name, const char *path) {
     CHECK(answer_with(fresh, &y, greedy, said, &n_said, NULL), "%s: %s", name, session_error(fresh));
     same_answer("another picture at the same place", s, &y, greedy, said, n_said, -1);
     CHECK(session_turn(s)->n_cached <= y.pictures[1].first, "%s: cached another picture", name);
-    const int chunks[] = { 7, 64, 101 };
-    for (int k = 0; k < 3; k++) {
+    const int chunks[] = { 7, 101 };
+    for (int k = 0; k < 2; k++) {
         session_forget(s);
         session_set_budget(s, chunks[k], INFINITY);
         session_set_snapshots(s, 4, 32);
