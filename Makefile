@@ -70,7 +70,7 @@ FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 # linked to the tests that know of a GPU. CUDA_VISIBLE_DEVICES= hides it from them.
 E        := $(B)/emulated
 EMULATOR := $(if $(and $(filter cpu,$(TESTED)),$(if $(BACKEND),,1)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
-EMULATED := $(if $(EMULATOR),$(patsubst %,$(B)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft test_cards test_device))
+EMULATED := $(if $(EMULATOR),$(patsubst %,$(B)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft test_cards test_device test_vision))
 EMULATE  := $(CXX) -std=c++20 -g1 -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
     -ffp-contract=off -pthread $(filter -march=% -mcpu=%,$(CFLAGS))
 KERNEL_FLAGS := -Og -Wno-maybe-uninitialized -Wno-deprecated-enum-float-conversion -fno-extern-tls-init -Itests/cuda_on_cpu \

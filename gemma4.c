@@ -21,7 +21,8 @@
  *                load.h      reading a model file                   generate.h  sessions and events
  *                plan.h      how much memory everything gets        dump.h      intermediate results
  *                cpu.h       the CPU backend                        kv.h        rows of the KV cache
- *                score.h     scores of tokens                       session.h   sessions in files
+ *                vision.h    the image tower                        session.h   sessions in files
+ *                score.h     scores of tokens
  * INVARIANTS   Activations are f32. Matrices are (rows = out, cols = in), row-major, y = W x. Index products are
  *              size_t. A step allocates nothing, unless --dump is given.
  * TRAPS        The list before forward: every way in which this model differs from Llama. */
@@ -267,6 +268,7 @@ struct Model {
     // what other parts keep with a model
     struct Binder     *binder;         // load.h: the tensors that were bound
     struct Drafter    *drafter;        // draft.h: a draft model; kind DRAFTER_NONE: there is none
+    struct Vision     *vision;         // vision.h: an image tower; NULL: there is none
     struct StepResult *result;         // draft.h: what verification found
     struct Pace       *pace;           // guess.h: how long steps and drafts take
     MemoryPlan   plan;                 // plan.h
@@ -993,6 +995,8 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/load.h"
 #include "parts/guess.h"
 #include "parts/draft.h"
+#include "parts/image.h"
+#include "parts/vision.h"
 #include "parts/plan.h"
 #include "parts/generate.h"
 #include "parts/score.h"

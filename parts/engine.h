@@ -55,6 +55,8 @@ typedef struct {
     bool   lazy_draft;        // its weights have room, but are uploaded when it drafts first
     int    draft_width;       // candidates for each token that it drafts; 1: chains
     int    draft_depth;       // most tokens that it drafts at once
+    const char *projector;    // file of an image tower (mmproj); "": the one in the model's folder; NULL: no images
+    int    image_tokens;      // soft rows of the largest picture; 0: 280
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
     const char *place;        // where matrices lie, "REGEX=CPU,REGEX=GPU,..", as -ot has it; NULL: the plan decides
     size_t host_memory;       // bytes of host memory that the caller needs; they count if the device shares that memory
@@ -67,6 +69,7 @@ typedef struct {              // bytes
     size_t from_host;         // of these, what a token reads
     size_t kv_global, kv_rings, staging, activations, scratch;
     size_t drafter;           // its weights, if the backend keeps them itself, and its activations and caches
+    size_t vision;            // likewise of the image tower
 } MemoryPlan;
 
 typedef struct {              // what the file says of the model

@@ -11,6 +11,7 @@
  *   rows              products, norms and experts run with 1 to 100 rows, attention with up to 200; a row alone must
  *                     give the same bits as among 64 (rule 7 of gemma4.h)
  *   attention         slots that no row may see have large values
+ *   images            backends of 16 bits (not exact_prompts) may round q, k, v and the weights of attend_all
  *   buffers           outputs start as NaN (all bits set) and are followed by guard bytes; inputs must stay unchanged
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -NAME before them: only the
@@ -2738,6 +2739,167 @@ static void test_verify_walk(void) {
     }
 }
 
+// ---- images ---------------------------------------------------------------------------------------------------------
+
+static void test_clamp(void) {
+    static const Range ranges[] = { { -0.5f, 0.25f }, { -INFINITY, INFINITY }, { 0, INFINITY }, { -INFINITY, -1 } };
+    for (int k = 0; k < 8; k++) {
+        const int rows = k % 2 ? 65 : 3, cols = k < 4 ? 176 : 1001;
+        const bool in_place = k & 4;
+        if (!CASE("clamp", "%d rows, cols %d, case %d", rows, cols, k)) continue;
+        const size_t n = (size_t)(rows * cols);
+        float *x = floats(n, 2, 0), *want = keep(n, sizeof *want);
+        x[5] = NAN;
+        x[6] = INFINITY;
+        Clamp o = { .n_rows = rows, .cols = cols, .x = x, .range = ranges[k % 4], .out = want };
+        reference_ops()->clamp(&o);
+        o.out = in_place ? change_f("x", x, n) : room_f("out", n);
+        o.x = in_place ? o.out : put_f("x", x, n);
+        op->clamp(&o);
+        const float *got = fetch_f(o.out, n);
+        CHECK(isnan(got[5]) && isnan(want[5]), "%s: got %g for NaN, want NaN", now, (double)got[5]);
+        same_bits("out", got + 6, want + 6, n - 6, sizeof(float));
+        same_bits("out", got, want, 5, sizeof(float));
+        sweep();
+    }
+}
+
+static void test_gelu_product(void) {
+    for (int k = 0; k < 4; k++) {
+        const int rows = k % 2 ? 70 : 3, cols = k < 2 ? 160 : 333;
+        if (!CASE("gelu_product", "%d rows, cols %d", rows, cols)) continue;
+        const size_t n = (size_t)(rows * cols);
+        const float *gate = floats(n, 6, 0), *up = floats(n, 3, 0);
+        Expect e = expect(rows, cols);
+        GeluProduct o = { .n_rows = rows, .cols = cols, .gate = gate, .up = up, .out = e.want };
+        reference_ops()->gelu_product(&o);
+        for (size_t i = 0; i < n; i++) e.bound[i] = (float)TOL_ACT * fabsf(gate[i] * up[i]) + 1e-9f;
+        o.out = k % 2 ? room_f("out", n) : change_f("gate", gate, n);
+        o.gate = k % 2 ? put_f("gate", gate, n) : o.out;
+        o.up = put_f("up", up, n);
+        op->gelu_product(&o);
+        compare("out", fetch_f(o.out, n), (size_t)cols, e.want, e.bound, rows, cols);
+        sweep();
+    }
+}
+
+static void test_layer_norm(void) {
+    static const int widths[] = { 6912, 32, 3840, 77 };
+    for (int k = 0; k < 8; k++) {
+        const int rows = k % 3 ? 5 : 66, cols = widths[k % 4];
+        const bool in_place = k & 1;
+        if (!CASE("layer_norm", "%d rows, cols %d, case %d", rows, cols, k)) continue;
+        const size_t n = (size_t)(rows * cols), wide = (size_t)cols;
+        float *x = floats(n, 1, k < 4 ? 0.5 : 30), *add = floats(wide, 1, 0), *add_rows = floats(n, 1, 0);
+        const float *w = floats(wide, 1, 1), *bias = floats(wide, 1, 0);
+        for (int i = 0; i < cols; i++) x[i] = 3;       // row 0: no variance, unless something is added
+        Expect e = expect(rows, cols);
+        LayerNorm o = { .n_rows = rows, .cols = cols, .x = x, .add = k & 2 ? add : NULL,
+                        .add_rows = k & 4 ? add_rows : NULL, .w = w, .bias = bias, .eps = 1e-5f, .out = e.want };
+        reference_ops()->layer_norm(&o);
+        for (size_t i = 0; i < n; i++)                 // the mean that is subtracted, over the deviation
+            e.bound[i] = (float)(TOL_NORM * (k < 4 ? 8 : 200) * (1 + fabsf(e.want[i])));
+        for (int i = 0; i < cols && !(k & 6); i++) e.bound[i] += 1e-3f;
+        o.out = in_place ? change_f("x", x, n) : room_f("out", n);
+        o.x = in_place ? o.out : put_f("x", x, n);
+        if (o.add) o.add = put_f("add", add, wide);
+        if (o.add_rows) o.add_rows = put_f("add_rows", add_rows, n);
+        o.w = put_f("w", w, wide);
+        o.bias = put_f("bias", bias, wide);
+        op->layer_norm(&o);
+        compare("out", fetch_f(o.out, n), wide, e.want, e.bound, rows, cols);
+        sweep();
+    }
+}
+
+static void test_rope_2d(void) {
+    static const int sizes[][2] = { { 2, 64 }, { 16, 72 }, { 12, 64 }, { 1, 128 }, { 3, 8 } };     // heads, head_dim
+    for (int k = 0; k < 10; k++) {
+        const int rows = k % 2 ? 67 : 3, heads = sizes[k % 5][0], hd = sizes[k % 5][1];
+        if (!CASE("rope_2d", "%d rows, %d heads of %d", rows, heads, hd)) continue;
+        const size_t n = (size_t)(rows * heads * hd);
+        float *const v[3] = { floats(n, 2, 0), floats(n, 2, 0), floats(n, 2, 0) };
+        const float *w_q = floats((size_t)hd, 1, 1), *w_k = floats((size_t)hd, 1, 1);
+        int32_t *pos = keep((size_t)rows * 2, sizeof *pos);
+        double *inv_freq = keep((size_t)hd / 4, sizeof *inv_freq);
+        for (int r = 0; r < rows; r++) {
+            pos[2 * r] = r == 2 ? 3359 : (int32_t)rnd(60);
+            pos[2 * r + 1] = r == 1 ? 3359 : (int32_t)rnd(60);
+        }
+        for (int i = 0; i < hd / 4; i++) inv_freq[i] = pow(100, -4.0 * i / hd);
+        Rope2d o = { .n_rows = rows, .n_heads = heads, .head_dim = hd, .w_q = put_f("w_q", w_q, (size_t)hd),
+                     .w_k = put_f("w_k", w_k, (size_t)hd), .pos = put("pos", pos, (size_t)rows * 2, sizeof *pos),
+                     .inv_freq = put("inv_freq", inv_freq, (size_t)hd / 4, sizeof *inv_freq), .eps = 1e-6f };
+        o.q = change_f("q", v[0], n);
+        o.k = change_f("k", v[1], n);
+        o.v = change_f("v", v[2], n);
+        op->rope_2d(&o);
+        const float *const got[3] = { o.q, o.k, o.v };
+        reference_ops()->rope_2d(&(Rope2d){ .n_rows = rows, .n_heads = heads, .head_dim = hd, .q = v[0], .k = v[1],
+                                            .v = v[2], .w_q = w_q, .w_k = w_k, .pos = pos, .inv_freq = inv_freq,
+                                            .eps = 1e-6f });
+        for (int i = 0; i < 3; i++) {
+            Expect e = expect(rows * heads, hd);
+            memcpy(e.want, v[i], n * sizeof *e.want);
+            set_norm_bounds(&e, n, hd);
+            compare(i == 0 ? "q" : i == 1 ? "k" : "v", fetch_f(got[i], n), (size_t)hd, e.want, e.bound, rows * heads,
+                    hd);
+        }
+        sweep();
+    }
+}
+
+// Scores of up to about `size`: from nearly equal weights to one key that takes all.
+static void attend_all_case(int rows, int heads, int hd, double size) {
+    if (!CASE("attend_all", "%d rows, %d heads of %d, scores of %g", rows, heads, hd, size)) return;
+    const int cols = heads * hd;
+    const size_t n = (size_t)(rows * cols);
+    const float *q = floats(n, sqrt(size * 3 / hd), 0), *k = floats(n, sqrt(size * 3 / hd), 0), *v = floats(n, 3, 0.5);
+    Expect e = expect(rows, cols);
+    AttendAll o = { .n_rows = rows, .n_heads = heads, .head_dim = hd, .q = q, .k = k, .v = v, .scale = 0.75f,
+                    .out = e.want };
+    reference_ops()->attend_all(&o);
+    const double exact = TOL_ATTEND * (1 + size), rounded = TOL_ATTEND_16 * (1 + size / 8);
+    for (size_t i = 0; i < n; i++) e.bound[i] = (float)(3.5 * (op->exact_prompts ? exact : rounded));
+    o.q = put_f("q", q, n);
+    o.k = put_f("k", k, n);
+    o.v = put_f("v", v, n);
+    o.out = room_f("out", n);
+    op->attend_all(&o);
+    compare("out", fetch_f(o.out, n), (size_t)cols, e.want, e.bound, rows, cols);
+    sweep();
+}
+
+static void test_attend_all(void) {
+    static const int sizes[][2] = { { 2, 64 }, { 2, 72 }, { 1, 128 }, { 3, 8 }, { 1, 80 } };
+    static const int rows[] = { 130, 1, 64, 65, 9, 200 };
+    for (int k = 0; k < 5; k++)
+        for (int r = 0; r < 6; r++) attend_all_case(rows[r], sizes[k][0], sizes[k][1], r % 3 == 0 ? 1 : r % 3 * 8);
+}
+
+static void test_pool(void) {
+    for (int k = 0; k < 8; k++) {
+        const int side = k % 3 == 2 ? 2 : 3, w = side * (k % 2 ? 1 : 7), h = side * (k % 3 ? 5 : 2);
+        const int cols = k % 2 ? 72 : 333, rows = w * h / (side * side);
+        const bool standardised = k & 4;
+        if (!CASE("pool", "%d x %d by %d, cols %d, std %d", w, h, side, cols, standardised)) continue;
+        const size_t n = (size_t)(w * h * cols), wide = (size_t)cols;
+        const float *x = floats(n, 2, 0), *sub = floats(wide, 90000, 0), *mul = floats(wide, 1, 0);
+        Expect e = expect(rows, cols);
+        Pool o = { .w = w, .h = h, .side = side, .cols = cols, .x = x, .factor = 12, .sub = standardised ? sub : NULL,
+                   .mul = standardised ? mul : NULL, .out = e.want };
+        reference_ops()->pool(&o);
+        for (size_t i = 0; i < (size_t)rows * wide; i++)
+            e.bound[i] = 4e-7f * (24 + (standardised ? fabsf(sub[i % wide]) : 0));
+        o.x = put_f("x", x, n);
+        if (standardised) o.sub = put_f("sub", sub, wide), o.mul = put_f("mul", mul, wide);
+        o.out = room_f("out", (size_t)rows * wide);
+        op->pool(&o);
+        compare("out", fetch_f(o.out, (size_t)rows * wide), wide, e.want, e.bound, rows, cols);
+        sweep();
+    }
+}
+
 // ---- all ------------------------------------------------------------------------------------------------------------
 
 // only: names of the operations to test, NULL after the last; none: all.
@@ -2765,7 +2927,10 @@ static void run_all(const Ops *table, char **only) {
         { "sample", op->sample, test_sample },
         { "verify_walk", op->verify_walk, test_verify_walk },
         { "head_centroid", op->head_centroid, test_head_centroid },
-        { "pair", op->pair, test_pair }
+        { "pair", op->pair, test_pair },
+        { "clamp", op->clamp, test_clamp }, { "gelu_product", op->gelu_product, test_gelu_product },
+        { "layer_norm", op->layer_norm, test_layer_norm }, { "rope_2d", op->rope_2d, test_rope_2d },
+        { "attend_all", op->attend_all, test_attend_all }, { "pool", op->pool, test_pool }
     };
     for (char **name = only; *name; name++) {
         bool known = false;
