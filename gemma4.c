@@ -387,10 +387,6 @@ static Batch step_batch(const Model *m, int32_t *len) {                        /
 
 // ---- the blocks of a layer ----
 
-// True: in sliding layers a row of a picture sees the whole picture (12B, 26B-A4B, 31B). False: it sees what came
-// before it, as text does (E2B, E4B).
-static bool sees_whole_pictures(const Model *m) { return !m->config.ple_dim; }
-
 // x = the soft row of a picture, which is not scaled. What is embedded per layer is that of token 0 (padding).
 static void embed_pictures(Model *m) {
     const size_t dim = (size_t)m->config.dim;

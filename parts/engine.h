@@ -37,7 +37,6 @@ typedef struct {
     int    n_seqs;            // sessions
     int    n_batch;           // most rows of a step, >= STEP_ROWS; BATCH_FIT
     int    n_logits;          // most rows of a step that need logits
-    int    picture_rows;      // most rows of a picture in a prompt; 0: there are no pictures
     KvType k_type, v_type;    // of global layers
     KvType ring_type;         // of sliding layers; KV_F32: f16, unless k_type is f32
     int    tail;              // newest rows that quantised global layers keep in f16 too; 0: none

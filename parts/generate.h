@@ -466,7 +466,7 @@ static void set_prompt(Session *s, const int32_t *ids, int n) {
 
 // False: s->err says what is wrong with the pictures of a prompt.
 static bool check_pictures(Session *s, const Prompt *p) {
-    const int most = sees_whole_pictures(s->m) ? s->m->options.n_batch : INT_MAX;
+    const int most = vision_whole_blocks(&s->m->config) ? s->m->options.n_batch : INT_MAX;
     int end = 0, k = 0;                                // the pictures before number k end at ids[end]
     for (int i = 0; i < p->n; i++) {
         if (p->ids[i] >= 0) continue;
@@ -830,7 +830,7 @@ static int next_rows(const Session *s) {
     const int n = (int)s->todo.n - s->at, most = min_int(min_int(n, next_snapshot(s) - s->m->len[s->seq]), s->chunk);
     const int32_t *ids = s->todo.ids + s->at;
     int rows = most;
-    if (!s->has_pictures || !sees_whole_pictures(s->m) || most == n) return most;
+    if (!s->has_pictures || !vision_whole_blocks(&s->m->config) || most == n) return most;
     while (in_picture(ids, rows)) rows--;
     if (rows) return rows;
     for (rows = most; in_picture(ids, rows); rows++) {}
@@ -879,7 +879,7 @@ static StepRow prompt_row(const Session *s, int i) {
         const Picture *p = &s->pictures[k];
         if (at >= p->first + p->n) continue;
         row.soft = p->rows + (size_t)(at - p->first) * (size_t)s->m->config.dim;
-        row.ahead = sees_whole_pictures(s->m) ? p->first + p->n - 1 - at : 0;
+        row.ahead = vision_whole_blocks(&s->m->config) ? p->first + p->n - 1 - at : 0;
     }
     return row;
 }

@@ -569,7 +569,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     if (o.place) read_places(m, o.place);
     if (o.n_batch == BATCH_FIT)
         fit_batch(m, n_ctx == CTX_FIT ? TILE_SLOTS : n_ctx, n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx, budget);
-    if (sees_whole_pictures(m)) m->options.n_batch = max_int(m->options.n_batch, o.picture_rows);
+    if (m->vision && vision_whole_blocks(c)) m->options.n_batch = max_int(m->options.n_batch, m->vision->max_tokens);
     if (n_ctx == CTX_FIT) {                            // what the usual context leaves; but a table may leave for more
         fit_context(m, usual, budget);
         b->most_in_host = max_int(b->n_in_host, m->weights.per_layer_token_embd.data != NULL);

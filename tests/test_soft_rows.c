@@ -33,7 +33,7 @@ static Model *open_model(const char *path, const Ops *ops, ModelOptions o) {
 
 static ModelOptions options(void) {
     return (ModelOptions){ .n_ctx = 512, .n_seqs = 2, .n_batch = 256, .n_logits = 256, .k_type = KV_F32,
-                           .v_type = KV_F32, .picture_rows = 256 };
+                           .v_type = KV_F32 };
 }
 
 static void add_text(Text *x, int n, int vocab) {
@@ -62,7 +62,7 @@ static float *run_rows(Model *m, const Text *x, const int *cuts, int n_cuts) {
                 const Picture *q = &x->pictures[p];
                 if (i < q->first || i >= q->first + q->n) continue;
                 row->soft = q->rows + (size_t)(i - q->first) * (size_t)m->config.dim;
-                row->ahead = sees_whole_pictures(m) ? q->first + q->n - 1 - i : 0;
+                row->ahead = vision_whole_blocks(&m->config) ? q->first + q->n - 1 - i : 0;
             }
         }
         step(m, &(StepSeg){ .seq = 0, .kind = SEG_CHAIN, .n = end - at, .rows = m->step_rows, .more = x->n - end }, 1);
@@ -78,7 +78,7 @@ static double distance(const float *a, const float *b, size_t n) {
     return most;
 }
 
-static bool allowed_cut(const Model *m, const Text *x, int i) { return !sees_whole_pictures(m) || !in_picture(x->ids, i); }
+static bool allowed_cut(const Model *m, const Text *x, int i) { return !vision_whole_blocks(&m->config) || !in_picture(x->ids, i); }
 
 // Cuts at random places, and one at each place where a step may end.
 static void test_chunks(const char *name, Model *m, const Text *x, const float *whole) {
@@ -155,9 +155,9 @@ static void test_model(const char *preset) {
     float *out = run_rows(m, &other, NULL, 0);
     const size_t begin = (size_t)p->first * vocab, last = (size_t)(p->first + p->n - 1) * vocab;
     CHECK(!memcmp(out, got, begin * sizeof *out), "%s: text sees a picture that comes after it", preset);
-    CHECK((memcmp(out + begin, got + begin, vocab * sizeof *out) != 0) == sees_whole_pictures(m),
+    CHECK((memcmp(out + begin, got + begin, vocab * sizeof *out) != 0) == vision_whole_blocks(&m->config),
           "%s: the first row of a picture: expected that it %s the last one", preset,
-          sees_whole_pictures(m) ? "sees" : "does not see");
+          vision_whole_blocks(&m->config) ? "sees" : "does not see");
     CHECK(memcmp(out + last, got + last, vocab * sizeof *out) != 0, "%s: a row does not see itself", preset);
     free(changed);
     free(got);
@@ -367,7 +367,7 @@ static void test_golden(const char *folder, Model *m, const char *prompt, const 
         add_picture(&x, n, m->config.dim, (uint64_t)image, rows[image]);
         i += (size_t)n;
     }
-    const char *rule = !x.n_pictures ? "" : sees_whole_pictures(m) ? "_R1" : "_causal";
+    const char *rule = !x.n_pictures ? "" : vision_whole_blocks(&m->config) ? "_R1" : "_causal";
     snprintf(name, sizeof name, "%s.logits%s.f32", prompt, rule);
     float *want = read_array(folder, name, &n_want), *got = run_rows(m, &x, NULL, 0);
     const double off = distance(got, want, n_want);
