@@ -279,6 +279,7 @@ struct Model {
     int          n_checkpoints;
     const struct Checkpoint *follow;   // of another run: each layer starts with that run's stream; NULL: with its own
     uint64_t     hash[3];              // session.h: of the file, once it was computed
+    uint64_t     tower_hash;           // picture.h: of the image tower
 };
 
 // Defined in the parts named, which are included at the end of this file.
@@ -299,16 +300,22 @@ static void upload_changes(Model *m, void *dst, void *uploaded, const void *src,
     m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
 }
 
-// Cuts session seq back to n <= len tokens. ids are those tokens, which penalties count; rows of pictures count as
-// token 0 (padding). False: nothing was done; a ring has already overwritten rows that are still needed.
-static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
-    const int32_t len = n;
+// True: session seq can be cut back to n tokens. False: a ring has already overwritten rows that are still needed.
+static bool can_shorten(const Model *m, int seq, int n) {
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
         const int slots = c->slots, beyond = m->n_written[seq] - n;
         if (slots < m->n_written[seq] && beyond > slots - (m->config.n_swa - 1)) return false;
         if (c->tail_slots && c->tail_reach + STEP_ROWS < m->n_written[seq] && beyond > STEP_ROWS) return false;
     }
+    return true;
+}
+
+// Cuts session seq back to n <= len tokens. ids are those tokens, which penalties count; rows of pictures count as
+// token 0 (padding). False: it cannot be, and nothing was done.
+static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
+    const int32_t len = n;
+    if (!can_shorten(m, seq, n)) return false;
     shorten_drafter(m, seq, n);
     m->len[seq] = n;
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
@@ -1005,6 +1012,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/text.h"
 #include "parts/convert.h"
 #include "parts/session.h"
+#include "parts/picture.h"
 #include "parts/bench.h"
 #include "parts/compress.h"
 #include "parts/niah.h"

@@ -143,7 +143,7 @@ API void measure_pace(Model *m, Tokenizer *t, const Drafting *how);
 // or in a file, needs to know nothing of pictures. Text must follow a picture.
 typedef struct {
     int          first, n;    // ids[first] .. ids[first + n - 1]
-    const float *rows;        // (n, dim) of the model; they are read until the prompt has run
+    const float *rows;        // (n, dim) of the model; they are read until the prompt has run. NULL: the session keeps it
 } Picture;
 
 // The id at the place of row i of a picture. hash: of all that its rows depend on.
@@ -227,6 +227,7 @@ typedef struct {
 
 API Session *session_open(Model *m, Tokenizer *t, int seq);          // seq: 0 .. n_seqs - 1, a slot without a session
 API void session_close(Session *s);
+API int session_keeps(const Session *s, const int32_t *ids, int n);  // tokens of a prompt that need not run again
 API bool session_start(Session *s, const Prompt *p, const AnswerOptions *o);           // begins to answer
 API void session_next(Session *s, Event *e);                         // until EVENT_END
 // session_next() of n different sessions of one model at once: they share steps.

@@ -386,22 +386,27 @@ static void restore_snapshot(Session *s, const Snapshot *snapshot, const int32_t
 // True: ids[i - 1] and ids[i] are of one picture. Between two pictures there is text.
 static bool in_picture(const int32_t *ids, int i) { return i > 0 && ids[i - 1] < 0 && ids[i] < 0; }
 
-// Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its
-// logits. If the rings have lost rows that this needs, goes back to the last snapshot before it; without one, to
-// nothing. A picture is kept whole or not at all.
+// The session keeps of a prompt what it shares with it, less the last token, which has to run for its logits. If the
+// rings have lost rows that this needs, it goes back to the last snapshot before it; without one, to nothing. A picture
+// is kept whole or not at all.
+static int session_keeps(const Session *s, const int32_t *ids, int n) {
+    int same = 0, k = s->n_snapshots;
+    while (same < min_int(n - 1, s->m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
+    while (in_picture(ids, same)) same--;
+    while (k && s->snapshots[k - 1].n > same) k--;
+    return can_shorten(s->m, s->seq, same) ? same : k ? s->snapshots[k - 1].n : 0;
+}
+
+// Cuts the session back to the first n tokens of a prompt (ids), which session_keeps().
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
-    int same = 0;
-    while (same < min_int(n - 1, m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
-    while (in_picture(ids, same)) same--;
-    while (s->n_snapshots && s->snapshots[s->n_snapshots - 1].n > same) s->n_snapshots--;
-    if (!shorten_session(m, s->seq, ids, same)) {
-        const Snapshot *snapshot = s->n_snapshots ? &s->snapshots[s->n_snapshots - 1] : NULL;
-        same = snapshot ? snapshot->n : 0;
+    while (s->n_snapshots && s->snapshots[s->n_snapshots - 1].n > n) s->n_snapshots--;
+    const Snapshot *snapshot = s->n_snapshots ? &s->snapshots[s->n_snapshots - 1] : NULL;
+    if (!shorten_session(m, s->seq, ids, n)) {
         if (snapshot) restore_snapshot(s, snapshot, ids);
         else reset_session(m, s->seq);
     }
-    s->held.n = (size_t)same;
+    s->held.n = (size_t)n;
 }
 
 // If the session has as many snapshots as it may have, drops the one that is closest to the next; the new one takes its
@@ -455,7 +460,7 @@ static void session_rollback(Session *s) {
 
 // Makes the session run a prompt (ids, n), but for the tokens that it holds already.
 static void set_prompt(Session *s, const int32_t *ids, int n) {
-    session_keep(s, ids, n);
+    session_keep(s, ids, session_keeps(s, ids, n));
     s->todo.n = 0;
     s->at = 0;
     s->has_pictures = false;
@@ -468,11 +473,11 @@ static void set_prompt(Session *s, const int32_t *ids, int n) {
 static bool check_pictures(Session *s, const Prompt *p) {
     const int most = vision_whole_blocks(&s->m->config) ? s->m->options.n_batch : INT_MAX;
     int end = 0, k = 0;                                // the pictures before number k end at ids[end]
-    for (int i = 0; i < p->n; i++) {
+    for (int i = session_keeps(s, p->ids, p->n); i < p->n; i++) {
         if (p->ids[i] >= 0) continue;
-        const Picture *x = i < end ? &p->pictures[k - 1] : k < p->n_pictures ? &p->pictures[k++] : NULL;
-        if (i >= end && x) end = x->first + x->n;
-        if (!x || !x->rows || i < x->first || i >= end || end >= p->n || p->ids[end] < 0) {
+        while (k < p->n_pictures && i >= end) end = p->pictures[k].first + p->pictures[k].n, k++;
+        const Picture *x = i < end ? &p->pictures[k - 1] : NULL;
+        if (!x || !x->rows || i < x->first || end >= p->n || p->ids[end] < 0) {
             snprintf(s->err, sizeof s->err, "prompt: expected rows of a picture for id %d, and text after it", i);
             return false;
         }
