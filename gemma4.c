@@ -1008,7 +1008,6 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #ifdef BACKEND_FILE           // make BACKEND=FILE
 #include BACKEND_FILE
 #endif
-#include "parts/image.h"
 #include "parts/answer.h"
 #include "parts/text.h"
 #include "parts/convert.h"
