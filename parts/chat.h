@@ -81,7 +81,7 @@ static void append_text(TokText *to, const char *s) {
 }
 
 // Reads a file to *text, at most MAX_FILE bytes. Returns 0, or errno.
-static int read_bytes(const char *path, TokText *text) {
+static int load_bytes(const char *path, TokText *text) {
     char block[1 << 14];
     FILE *f = fopen(path, "rb");
     int err = f ? 0 : errno;
@@ -101,7 +101,7 @@ static bool add_image(Chat *c, const char *path) {
     ImageSize size;
     char why[200];
     int w, h;
-    const int err = read_bytes(path, &file);
+    const int err = load_bytes(path, &file);
     if (err) snprintf(why, sizeof why, "%s", strerror(err));
     bool ok = !err && image_dims(file.s, file.n, &w, &h, why, sizeof why);
     if (ok && !m->vision) ok = snprintf(why, sizeof why, "the model has no image tower loaded; try --mmproj FILE") < 0;
@@ -366,7 +366,7 @@ static void save_messages(const Chat *c, const char *path) {
 static bool load_messages(Chat *c, const char *path) {
     TokText text = { 0 };
     TokIds ids = { 0 };
-    const int err = read_bytes(path, &text);
+    const int err = load_bytes(path, &text);
     if (err) snprintf(c->err, sizeof c->err, "/load: %s: %s", path, strerror(err));
     bool ok = !err;
     if (ok) {

@@ -397,16 +397,16 @@ static int session_keeps(const Session *s, const int32_t *ids, int n) {
     return can_shorten(s->m, s->seq, same) ? same : k ? s->snapshots[k - 1].n : 0;
 }
 
-// Cuts the session back to the first n tokens of a prompt (ids), which session_keeps().
+// Cuts the session back to what it keeps of a prompt (ids, n >= 1).
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
-    while (s->n_snapshots && s->snapshots[s->n_snapshots - 1].n > n) s->n_snapshots--;
-    const Snapshot *snapshot = s->n_snapshots ? &s->snapshots[s->n_snapshots - 1] : NULL;
-    if (!shorten_session(m, s->seq, ids, n)) {
-        if (snapshot) restore_snapshot(s, snapshot, ids);
+    const int kept = session_keeps(s, ids, n);
+    while (s->n_snapshots && s->snapshots[s->n_snapshots - 1].n > kept) s->n_snapshots--;
+    if (!shorten_session(m, s->seq, ids, kept)) {
+        if (kept) restore_snapshot(s, &s->snapshots[s->n_snapshots - 1], ids);
         else reset_session(m, s->seq);
     }
-    s->held.n = (size_t)n;
+    s->held.n = (size_t)kept;
 }
 
 // If the session has as many snapshots as it may have, drops the one that is closest to the next; the new one takes its
@@ -460,7 +460,7 @@ static void session_rollback(Session *s) {
 
 // Makes the session run a prompt (ids, n), but for the tokens that it holds already.
 static void set_prompt(Session *s, const int32_t *ids, int n) {
-    session_keep(s, ids, session_keeps(s, ids, n));
+    session_keep(s, ids, n);
     s->todo.n = 0;
     s->at = 0;
     s->has_pictures = false;
