@@ -96,25 +96,15 @@ static int load_bytes(const char *path, TokText *text) {
 
 // Adds the picture of a file to the user's next message. False: c->err says why it cannot.
 static bool add_image(Chat *c, const char *path) {
-    const Model *m = session_model(c->s);
     TokText file = { 0 };
-    ImageSize size;
     char why[200];
-    int w, h;
+    int w, h, n;
     const int err = load_bytes(path, &file);
     if (err) snprintf(why, sizeof why, "%s", strerror(err));
-    bool ok = !err && image_dims(file.s, file.n, &w, &h, why, sizeof why);
-    if (ok && !m->vision) ok = snprintf(why, sizeof why, "the model has no image tower loaded; try --mmproj FILE") < 0;
-    if (ok && !image_fit(w, h, m->vision->max_tokens, &size))
-        ok = snprintf(why, sizeof why, "no size for %d x %d pixels", w, h) < 0;
-    if (ok) {
-        append_text(&c->images, ",{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:image;base64,");
-        encode_base64((const uint8_t *)file.s, file.n, &c->images);
-        append_text(&c->images, "\"}}");
-        fprintf(stderr, "# image: %s, %d x %d pixels, %d tokens\n", path, w, h, size.tokens + 2);
-    } else {
-        snprintf(c->err, sizeof c->err, "%.200s: %s", path, why);
-    }
+    const bool ok = !err && picture_part(session_model(c->s), (TokStr){ file.s, file.n }, &c->images, &w, &h, &n, why,
+                                         sizeof why);
+    if (ok) fprintf(stderr, "# image: %s, %d x %d pixels, %d tokens\n", path, w, h, n);
+    else snprintf(c->err, sizeof c->err, "%.200s: %s", path, why);
     tok_text_free(&file);
     return ok;
 }
@@ -397,8 +387,8 @@ static void print_stats(const Chat *c) {
 }
 
 typedef enum {
-    CMD_HELP, CMD_SYSTEM, CMD_IMAGE, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_SET, CMD_TEMP, CMD_THINK, CMD_SHOW,
-    CMD_VERBOSE, CMD_TOOL, CMD_EXIT
+    CMD_HELP, CMD_SYSTEM, CMD_IMAGE, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_SET, CMD_TEMP, CMD_THINK,
+    CMD_SHOW, CMD_VERBOSE, CMD_TOOL, CMD_EXIT
 } Command;
 
 static const struct { const char *name, *value, *help; Command command; } commands[] = {

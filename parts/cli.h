@@ -305,7 +305,8 @@ static void check_greedy_flags(const Flags *f, bool chatting) {
         { has_penalties(f), "penalties" }, { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
         { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
-        { f->ignore_eos, "--ignore-eos" }, { f->images.n > 0, "--image" }, { f->top_logits > 0, "--top-logits" }, { f->compress > 0, "--compress" },
+        { f->ignore_eos, "--ignore-eos" }, { f->images.n > 0, "--image" }, { f->top_logits > 0, "--top-logits" },
+        { f->compress > 0, "--compress" },
         { f->n_predict == 0, "-n 0" } };
     for (size_t i = 0; f->greedy && i < sizeof others / sizeof *others; i++)
         if (others[i].given) die("--greedy cannot be used with %s; try --temp 0", others[i].name);

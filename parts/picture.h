@@ -1,32 +1,12 @@
 /* picture.h - pictures in conversations: from the parts of a message to ids in a prompt and the rows of the tower.
  *
- * Uses engine.h, image.h, vision.h, tokenizer.h, and the hash of session.h. Begin with place_pictures() and
- * compute_pictures().
- *
- * tok_chat() says where pictures stand in a prompt and which part of a message each one is. place_pictures() decodes
- * the bytes of the file from the part and reads its header, which gives the number of tokens; so a prompt can be
- * compared and counted before a picture is decoded. compute_pictures() decodes it and runs the tower, unless the rows
- * are still known from an earlier prompt.
- *
- * THREADS  Any thread may call place_pictures(), once tower_hash() was called. Only the thread that uses the model may
- *          call the others.
+ * Uses engine.h (section [7], which it implements), image.h, vision.h, tokenizer.h, and the hash of session.h. Begin
+ * with place_pictures() and compute_pictures().
  *   [1] The bytes of a picture    [2] Places in a prompt    [3] Rows */
 #ifndef PICTURE_H
 #define PICTURE_H
 
 // ==== [1] The bytes of a picture =====================================================================================
-
-typedef struct {              // a picture of a prompt
-    uint64_t  hash;           // of the bytes of its file, its number of tokens and the tower
-    ImageSize size;           // in which the tower sees it
-    TokText   file;           // those bytes
-} PictureFile;
-
-typedef struct {              // the pictures of a prompt, in the order of their places; start with {0}
-    int          n;
-    Picture     *places;      // (n) for Prompt.pictures; rows are NULL until compute_pictures()
-    PictureFile *files;       // (n)
-} PromptPictures;
 
 // Appends the bytes of a text in base64; line breaks are skipped. False: it is not base64, or there are none.
 static bool decode_base64(TokStr text, TokText *out) {
@@ -92,16 +72,38 @@ static bool picture_bytes(TokStr json, TokText *out, char *err, size_t err_size)
     const char *comma = is_data ? memchr(url, ',', n) : NULL, *from = comma ? comma + 1 : url;
     const bool ok = (comma || !memchr(url, ':', n)) && decode_base64((TokStr){ from, n - (size_t)(from - url) }, out);
     if (!ok && !is_data && memchr(url, ':', n))
-        snprintf(err, err_size, "an image: expected its data in base64, got the address %.60s; addresses are not opened",
-                 url);
+        snprintf(err, err_size, "an image: expected base64, got the address %.60s; addresses are not opened", url);
     else if (!ok) snprintf(err, err_size, "an image: expected its data in base64, got other text");
     free(url);
     return ok;
 }
 
+static bool has_tower(const Model *m, char *err, size_t err_size) {
+    if (!m->vision) snprintf(err, err_size, "images: no image tower is loaded; try --mmproj FILE");
+    return m->vision != NULL;
+}
+
+// Reads the header of a picture's file, which gives its size, and its size for the tower.
+static bool fit_picture(const Model *m, TokStr file, int *w, int *h, ImageSize *size, char *err, size_t err_size) {
+    if (!has_tower(m, err, err_size) || !image_dims(file.s, file.n, w, h, err, err_size)) return false;
+    if (image_fit(*w, *h, m->vision->max_tokens, size)) return true;
+    snprintf(err, err_size, "an image of %d x %d pixels has no size for the tower", *w, *h);
+    return false;
+}
+
+static bool picture_part(Model *m, TokStr file, TokText *parts, int *w, int *h, int *n, char *err, size_t err_size) {
+    static const char begin[] = ",{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:image;base64,";
+    ImageSize size;
+    if (!fit_picture(m, file, w, h, &size, err, err_size)) return false;
+    *n = size.tokens + 2;                              // with <|image> and <image|>
+    const bool ok = tok_text_append(parts, begin, sizeof begin - 1);
+    encode_base64((const uint8_t *)file.s, file.n, parts);
+    if (!ok || !tok_text_append(parts, "\"}}", 3)) die("out of memory for a picture");
+    return true;
+}
+
 // ==== [2] Places in a prompt =========================================================================================
 
-// What the rows of a picture depend on besides the picture. Call it once before other threads do.
 static uint64_t tower_hash(Model *m) {
     uint64_t h[3];
     if (m->vision && !m->tower_hash) {
@@ -121,32 +123,25 @@ static void pictures_free(PromptPictures *p) {
 // Reads what is needed of a part before its picture is decoded. False: err says why it cannot be a picture.
 static bool read_picture(Model *m, TokStr part, PictureFile *f, char *err, size_t err_size) {
     int w, h;
+    ImageSize size;
     Hash hash = hash_new();
     if (!picture_bytes(part, &f->file, err, err_size)) return false;
-    if (!image_dims(f->file.s, f->file.n, &w, &h, err, err_size)) return false;
-    if (!image_fit(w, h, m->vision->max_tokens, &f->size)) {
-        snprintf(err, err_size, "an image of %d x %d pixels has no size for the tower", w, h);
-        return false;
-    }
-    const uint64_t key[2] = { tower_hash(m), (uint64_t)m->vision->max_tokens };
+    if (!fit_picture(m, (TokStr){ f->file.s, f->file.n }, &w, &h, &size, err, err_size)) return false;
+    f->w = size.w, f->h = size.h, f->n = size.tokens;
+    const uint64_t key[2] = { tower_hash(m), (uint64_t)f->n };
     hash_add(&hash, key, sizeof key);
     hash_add(&hash, f->file.s, f->file.n);
     f->hash = hash_end(&hash);
     return true;
 }
 
-// Puts the ids of pictures to their places in a prompt that tok_chat() has made; *before_cue, unless NULL, is moved
-// with them. Returns false and writes one line to err if a picture cannot be read; then *out is empty.
 static bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue,
                            PromptPictures *out, char *err, size_t err_size) {
     TokIds all = { 0 };
     size_t from = 0, cue = before_cue ? *before_cue : 0;
     *out = (PromptPictures){ 0 };
     if (!at->n) return true;
-    if (!m->vision) {
-        snprintf(err, err_size, "images: %s has no image tower loaded; try --mmproj FILE", model_name(m));
-        return false;
-    }
+    if (!has_tower(m, err, err_size)) return false;
     if (t->image_open < 0 || t->image_close < 0) {
         snprintf(err, err_size, "images: the vocabulary has no tokens <|image> and <image|>");
         return false;
@@ -162,10 +157,10 @@ static bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds
         }
         while (from < at->of[k].at) push_id(t, &all, ids->ids[from++]);
         push_id(t, &all, t->image_open);
-        out->places[k] = (Picture){ .first = (int)all.n, .n = f->size.tokens };
-        for (int i = 0; i < f->size.tokens; i++) push_id(t, &all, picture_id(f->hash, i));
+        out->places[k] = (Picture){ .first = (int)all.n, .n = f->n };
+        for (int i = 0; i < f->n; i++) push_id(t, &all, picture_id(f->hash, i));
         push_id(t, &all, t->image_close);
-        if (before_cue && at->of[k].at < cue) *before_cue += (size_t)f->size.tokens + 1;
+        if (before_cue && at->of[k].at < cue) *before_cue += (size_t)f->n + 1;
         from++;                                        // the placeholder
     }
     while (from < ids->n) push_id(t, &all, ids->ids[from++]);
@@ -178,18 +173,12 @@ static bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds
 
 enum { ROW_CACHE_BYTES = 256 << 20 };
 
-typedef struct {              // the rows of a picture
+typedef struct KnownRows {    // the rows of a picture
     uint64_t hash;
     float   *rows;
     size_t   bytes;
     int      pins;            // places of prompts that use them
 } KnownRows;
-
-typedef struct {              // of pictures that were computed, the newest last; start with {0}
-    KnownRows *of;            // (n)
-    int    n, room;
-    size_t bytes;
-} RowCache;
 
 static void row_cache_drop(RowCache *c, int i) {
     free(c->of[i].rows);
@@ -226,30 +215,27 @@ static const float *row_cache_pin(RowCache *c, uint64_t hash) {      // NULL: th
 // Decodes a picture and runs the tower. NULL: err says why it cannot.
 static float *compute_rows(Model *m, const PictureFile *f, char *err, size_t err_size) {
     Image image;
-    const int w = f->size.w, h = f->size.h;
+    const int w = f->w, h = f->h;
     if (!image_decode(f->file.s, f->file.n, &image, err, err_size)) return NULL;
     uint8_t *rgb = alloc_or_die((size_t)w * (size_t)h * 3, 1);
-    float *rows = alloc_or_die((size_t)f->size.tokens * (size_t)m->config.dim, sizeof *rows);
+    float *rows = alloc_or_die((size_t)f->n * (size_t)m->config.dim, sizeof *rows);
     image_resize(&image, w, h, rgb);
     image_free(&image);
     const int n = vision_rows(m->vision, rgb, w, h, rows);
     free(rgb);
-    if (n == f->size.tokens) return rows;
-    snprintf(err, err_size, n == STOPPED ? "cancelled" : "an image of %d x %d patches: the tower has no positions for it",
-             w / TOWER_SIDE, h / TOWER_SIDE);
+    if (n == f->n) return rows;
+    if (n == STOPPED) snprintf(err, err_size, "cancelled");
+    else snprintf(err, err_size, "an image of %d x %d pixels: the tower has no positions for so many", w, h);
     free(rows);
     return NULL;
 }
 
-// Ends the use of rows by a prompt.
 static void pictures_release(RowCache *c, PromptPictures *p) {
     for (int k = 0; k < p->n; k++)
         for (int i = 0; i < c->n && p->places[k].rows; i++) c->of[i].pins -= c->of[i].rows == p->places[k].rows;
     pictures_free(p);
 }
 
-// Computes the rows of those pictures of a prompt (ids) that a session will not keep, if they are not known yet. They
-// stay until pictures_release(). False: err says why it cannot.
 static bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPictures *p, char *err,
                              size_t err_size) {
     Model *m = session_model(s);
@@ -261,7 +247,7 @@ static bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptP
         if (p->places[k].rows) continue;
         float *rows = compute_rows(m, f, err, err_size);
         if (!rows) return false;
-        row_cache_add(c, f->hash, rows, (size_t)f->size.tokens * (size_t)m->config.dim * sizeof *rows);
+        row_cache_add(c, f->hash, rows, (size_t)f->n * (size_t)m->config.dim * sizeof *rows);
         p->places[k].rows = rows;
     }
     return true;

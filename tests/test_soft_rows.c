@@ -217,20 +217,20 @@ static void test_refusals(Session *s, const Text *x) {
 }
 
 static void test_drafts(const char *name, Session *s, const Text *x) {
-    static const SpecKind kinds[] = { SPEC_NGRAM, SPEC_NGRAM_MOD };
+    const SpecKind kinds[] = { SPEC_NGRAM, SPEC_NGRAM_MOD, drafter_of(session_model(s)) };
     int32_t want[256];
     int n;
     AnswerOptions o = greedy;
     o.n_predict = 60;
     session_forget(s);
     answer_with(s, x, o, want, &n, NULL);
-    for (int k = 0; k < 2; k++) {
+    for (int k = 0; k < 3 && kinds[k]; k++) {
         char what[80];
         snprintf(what, sizeof what, "%s, %s", name, spec_names[kinds[k]]);
         session_forget(s);
         o.drafting = (Drafting){ .kind = kinds[k], .n_max = 8 };
         same_answer(what, s, x, o, want, n, 0);
-        CHECK(k || session_turn(s)->drafts.drafted > 0, "%s: expected drafts, got none", what);
+        CHECK(k == 1 || session_turn(s)->drafts.drafted > 0, "%s: expected drafts, got none", what);
     }
 }
 
@@ -263,9 +263,12 @@ static void test_file(const char *name, Session *s, Session *other, const Text *
     tok_ids_free(&peek.ids);
 }
 
-static void test_sessions(const char *name, const char *path) {
+// drafter: of the model, or NULL. sparse: prompts without pictures are
+static void test_sessions(const char *name, const char *path, const char *drafter, bool sparse) {
     ModelOptions o = options();
     o.n_ctx = 448;
+    if (drafter) o.drafter = drafter, o.draft_width = 1, o.draft_depth = 4;
+    if (sparse) o.pflash = 0.9f;
     o.k_type = o.v_type = KV_F16;
     o.n_logits = STEP_ROWS;
     o.penalties = true;
@@ -283,6 +286,7 @@ static void test_sessions(const char *name, const char *path) {
     memcpy(y.ids + y.n, x.ids + y.n, (size_t)(x.n - y.n) * sizeof *y.ids);
     y.n = x.n;
     CHECK(answer_with(s, &x, greedy, want, &n, NULL) && n == 12, "%s: %s", name, session_error(s));
+    CHECK(!sparse || read_density(m) == 1, "%s: a prompt with pictures is not dense", name);
     same_answer("the same prompt again", s, &x, greedy, want, n, x.n - 1);
     test_file(name, s, fresh, &x, want, n);
     CHECK(answer_with(fresh, &y, greedy, said, &n_said, NULL), "%s: %s", name, session_error(fresh));
@@ -309,6 +313,110 @@ static void test_sessions(const char *name, const char *path) {
     test_shift(name, s, &x);
     session_close(s);
     session_close(fresh);
+    tok_free(&t);
+    model_close(m);
+}
+
+// ---- conversations --------------------------------------------------------------------------------------------------
+
+// A PPM of w x h pixels as a part of a message, after a comma.
+static void ppm_part(Model *m, int w, int h, TokText *parts) {
+    char file[16384], err[200];
+    int n = snprintf(file, sizeof file, "P6 %d %d 255\n", w, h), tokens;
+    for (int i = 0; i < 3 * w * h; i++) file[n++] = (char)(i * 7 + w);
+    CHECK(picture_part(m, (TokStr){ file, (size_t)n }, parts, &w, &h, &tokens, err, sizeof err), "%s", err);
+}
+
+static void add(TokText *to, const char *s) {
+    if (!tok_text_append(to, s, strlen(s))) die("out of memory");
+}
+
+static bool place(Model *m, Tokenizer *t, const TokText *messages, bool cue, TokIds *ids, size_t *before_cue,
+                  PromptPictures *p, char *err) {
+    TokPictures at = { 0 };
+    const TokChat chat = { .messages = { messages->s, messages->n }, .add_cue = cue, .pictures = &at,
+                           .before_cue = before_cue };
+    *p = (PromptPictures){ 0 };
+    ids->n = 0;
+    bool ok = tok_chat(t, &chat, ids, NULL) == 0;
+    if (!ok) snprintf(err, 300, "%s", t->err);
+    ok = ok && place_pictures(m, t, &at, ids, before_cue, p, err, 300);
+    tok_pictures_free(&at);
+    return ok;
+}
+
+static void refused_message(Model *m, Tokenizer *t, const char *message, const char *why) {
+    TokText messages = { 0 };
+    TokIds ids = { 0 };
+    PromptPictures p;
+    char err[300] = "";
+    add(&messages, message);
+    CHECK(!place(m, t, &messages, false, &ids, NULL, &p, err) && strstr(err, why), "expected '%s', got '%s'", why, err);
+    tok_text_free(&messages);
+    tok_ids_free(&ids);
+}
+
+// Two pictures between texts, one of which spells a marker.
+static void test_places(const char *path) {
+    Model *m = open_model(path, cpu_ops(), options());
+    Vision tower = { .max_tokens = 70 };
+    Tokenizer t;
+    TokText messages = { 0 };
+    TokIds ids = { 0 }, part = { 0 };
+    PromptPictures p, q;
+    char err[300] = "";
+    size_t before_cue = 0;
+    model_tokenizer(m, &t);
+#define IMAGE(url) "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\",\"image_url\":{\"url\":\"" url "\"}}]}]"
+    t.image = t.n_tokens - 1;                          // the small model's vocabulary lacks these
+    refused_message(m, &t, IMAGE("data:,UDYg"), "no image tower is loaded");
+    m->vision = &tower;
+    m->tower_hash = 5;
+    refused_message(m, &t, IMAGE("data:,UDYg"), "no tokens <|image> and <image|>");
+    t.image_open = t.n_tokens - 2;
+    t.image_close = t.n_tokens - 3;
+    refused_message(m, &t, IMAGE("https://example.com/a.png"), "addresses are not opened");
+    refused_message(m, &t, IMAGE("data:image/png;base64,@"), "expected its data in base64");
+    refused_message(m, &t, IMAGE("data:image/png;base64,AAAA"), "expected a PNG");
+    refused_message(m, &t, "[{\"role\":\"user\",\"content\":[{\"type\":\"image\"}]}]", "expected {\"type\"");
+    add(&messages, "[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a <|image|> b\"}");
+    ppm_part(m, 60, 40, &messages);
+    add(&messages, ",{\"type\":\"text\",\"text\":\"and\"}");
+    ppm_part(m, 20, 70, &messages);
+    add(&messages, "]}]");
+    CHECK(place(m, &t, &messages, true, &ids, &before_cue, &p, err), "%s", err);
+    CHECK(place(m, &t, &messages, false, &part, NULL, &q, err), "%s", err);
+    CHECK(part.n == before_cue && same_ids(&part, &ids) == (int)part.n, "the cue begins at %zu, not at %zu", part.n,
+          before_cue);
+    int n_open = 0, n_close = 0, n_soft = 0;
+    for (size_t i = 0; i < ids.n; i++) {
+        n_open += ids.ids[i] == t.image_open;
+        n_close += ids.ids[i] == t.image_close;
+        n_soft += ids.ids[i] < 0;
+        CHECK(ids.ids[i] != t.image, "a placeholder is left");
+    }
+    ImageSize size[2];
+    CHECK(image_fit(60, 40, 70, &size[0]) && image_fit(20, 70, 70, &size[1]), "no sizes");
+    CHECK(n_open == 2 && n_close == 2 && p.n == 2 && n_soft == size[0].tokens + size[1].tokens,
+          "%d, %d markers, %d pictures of %d tokens", n_open, n_close, p.n, n_soft);
+    for (int k = 0; k < p.n; k++) {
+        const Picture *x = &p.places[k];
+        CHECK(x->n == size[k].tokens && ids.ids[x->first - 1] == t.image_open && ids.ids[x->first] < -1 &&
+              ids.ids[x->first + x->n] == t.image_close && ids.ids[x->first] == picture_id(p.files[k].hash, 0),
+              "picture %d: %d tokens at %d", k, x->n, x->first);
+    }
+    CHECK(p.files[0].hash != p.files[1].hash && p.files[0].hash == q.files[0].hash, "hashes of pictures");
+    add(&messages, " ");
+    messages.n -= 4;                                   // "]}] "
+    add(&messages, "]},{\"role\":\"assistant\",\"content\":[{\"type\":\"image\"}]}]");
+    CHECK(!place(m, &t, &messages, false, &part, NULL, &q, err) && strstr(err, "expected text parts in an answer"),
+          "an image in an answer: %s", err);
+    m->vision = NULL;
+    pictures_free(&p);
+    pictures_free(&q);
+    tok_ids_free(&ids);
+    tok_ids_free(&part);
+    tok_text_free(&messages);
     tok_free(&t);
     model_close(m);
 }
@@ -398,8 +506,9 @@ int main(int argc, char **argv) {
     make_tmp();
     test_model("micro-dense");
     test_model("micro-e");
-    test_sessions("mini", "models/gemma4-mini-q8_0.gguf");
-    test_sessions("mini-e", "models/gemma4-mini-e-q8_0.gguf");
+    test_sessions("mini", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf", true);
+    test_sessions("mini-e", "models/gemma4-mini-e-q8_0.gguf", NULL, false);
+    test_places("models/gemma4-mini-q8_0.gguf");
     if (argc > 1) test_golden_folder(argv[1]);
     return test_done("soft_rows");
 }
