@@ -1,10 +1,9 @@
 /* test_soft_rows.c - pictures in prompts, as rows that take the place of embeddings (Row.ahead, StepRow.soft, Prompt).
  *
- *   test_soft_rows              small models and random rows: the definition in plain loops; chunks; sessions, files
- *   test_soft_rows FOLDER       also the reference data for images: FOLDER has E, V and U, each with the model in hf,
- *                               NAME.soft.f32 and prompts (tests/golden/README.md)
- *
- * No picture is decoded here. A row that equals a scaled embedding has to give the bits of that token. */
+ * Small models and random rows: the definition in plain loops; chunks; sessions and files; drafts; messages. No picture is
+ * decoded here. A row that equals a scaled embedding has to give the bits of that token.
+ * Environment: VISION_GOLDEN=FOLDER compares with reference data for images too. FOLDER has E, V and U, each with the
+ * model in hf, the rows in NAME.soft.f32, and prompts: .tokens.i32 and logits (tests/golden/README.md). */
 #define TESTING
 #include "../gemma4.c"
 #include "test.h"
@@ -502,13 +501,13 @@ static void test_golden_folder(const char *all) {
     }
 }
 
-int main(int argc, char **argv) {
+int main(void) {
     make_tmp();
     test_model("micro-dense");
     test_model("micro-e");
     test_sessions("mini", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf", true);
     test_sessions("mini-e", "models/gemma4-mini-e-q8_0.gguf", NULL, false);
     test_places("models/gemma4-mini-q8_0.gguf");
-    if (argc > 1) test_golden_folder(argv[1]);
+    if (getenv("VISION_GOLDEN")) test_golden_folder(getenv("VISION_GOLDEN"));
     return test_done("soft_rows");
 }
