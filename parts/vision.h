@@ -269,7 +269,8 @@ static void bind_vision(Vision *v, const Model *m) {
     }
 }
 
-// Names the first tensor of the file that should belong to the tower but that nothing reads. Those of audio do not count.
+// Names the first tensor of the file that should belong to the tower but that nothing reads. Those of audio do not
+// count.
 static void note_unread_tensors(const Vision *v) {
     static const char *const tower[] = { "v.", "mm.", NULL }, *const audio[] = { "mm.a.", NULL };
     const Gguf *g = &v->gguf;
