@@ -1171,6 +1171,15 @@ static const uint8_t *hf_position_planes(Gguf *st, const GgufTensor *t, uint64_t
     return planes;
 }
 
+// Notes a tensor of the tower that has no name in hf_vision_names.
+static void hf_note_unknown(const Gguf *st, const GgufTensor *t) {
+    char s[256];
+    if (!hf_stem(t->name, s) || strstr(s, "rotary_emb") ||
+        (strncmp(s, "vision_tower.", 13) && strncmp(s, "vision_embedder.", 16) && strncmp(s, "embed_vision.", 13)))
+        return;
+    fprintf(stderr, "# note: %s: tensor '%s' of the image tower is not used\n", st->path, shown(t->name));
+}
+
 // Puts all tensors of the tower, and their bytes into data. Vectors, and scalars, become F32.
 static void hf_vision_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, float *floats, HfTower *tower) {
     static const char positions[] = ".pos_embedding";  // (n, 2, dim)
@@ -1179,7 +1188,10 @@ static void hf_vision_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, flo
     size_t n = 0;
     for (size_t i = 0; i < st->n_tensors; i++) {
         const GgufTensor *t = &st->tensors[i];
-        if (!hf_vision_name(t->name, name)) continue;
+        if (!hf_vision_name(t->name, name)) {
+            hf_note_unknown(st, t);
+            continue;
+        }
         if (!t->size || (t->type != GGUF_F32 && t->type != GGUF_F16 && t->type != GGUF_BF16))
             die("%s: tensor '%s': expected F32, F16 or BF16", st->path, shown(t->name));
         uint64_t ne[4];

@@ -176,18 +176,27 @@ __device__ static inline unsigned image_halves(float a, float b) {
 // Rows of a tile lie 8 halves further apart than they are long: eight rows then begin in different banks.
 template <int STEPS> __device__ static constexpr int image_stride(void) { return 16 * STEPS + 8; }
 
-// Copies rows first .. first + 63 of a head to shared memory as halves; zeros after the last row and beyond hd.
-template <int STEPS>
-__device__ static inline void load_image_tile(const float *head, size_t stride, int first, int n, int hd, __half *to) {
-    constexpr int QUADS = 4 * STEPS;                   // of a row
+// What a thread holds of a tile of 64 rows of a head: every other group of four values of one row, so that two threads
+// read whole sectors of 32 bytes and all addresses have constant distances.
+template <int STEPS> struct ImageRows {
+    static constexpr int N = 2 * STEPS;
+    float4 v[N];
+
+    // Starts to load rows first .. first + 63; zeros after the last row and beyond hd.
+    __device__ void load(const float *head, size_t stride, int first, int n, int hd) {
+        const int row = first + threadIdx.x / 2;
+        const float *from = head + (size_t)row * stride + threadIdx.x % 2 * 4;
 #pragma unroll
-    for (int k = 0; k < IMAGE_TILE * QUADS / IMAGE_ATTEND_THREADS; k++) {
-        const int i = threadIdx.x + k * IMAGE_ATTEND_THREADS, row = i / QUADS, d = i % QUADS * 4;
-        float4 v = make_float4(0, 0, 0, 0);
-        if (first + row < n && d < hd) v = __ldcg((const float4 *)(head + (size_t)(first + row) * stride + d));
-        *(uint2 *)(to + row * image_stride<STEPS>() + d) = make_uint2(image_halves(v.x, v.y), image_halves(v.z, v.w));
+        for (int k = 0; k < N; k++)
+            v[k] = row < n && 8 * k < hd ? __ldcg((const float4 *)(from + 8 * k)) : make_float4(0, 0, 0, 0);
     }
-}
+    __device__ void store(__half *to) const {          // as halves
+        to += threadIdx.x / 2 * image_stride<STEPS>() + threadIdx.x % 2 * 4;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            *(uint2 *)(to + 8 * k) = make_uint2(image_halves(v[k].x, v[k].y), image_halves(v[k].z, v[k].w));
+    }
+};
 
 // s[c] = scores of a warp's 16 queries and 64 keys: tile c has keys 8 c .. 8 c + 7, in the layout of multiply_half().
 template <int STEPS>
@@ -265,29 +274,37 @@ __device__ static inline void image_values(float acc[2 * STEPS][4], const float 
 // attend_all: out[r][h] = sum over all rows j of softmax_j(scale * q[r][h] . k[j][h]) v[j][h]
 //   shapes    q, k, v, out (n_rows, n_heads, head_dim), head_dim a multiple of 8, up to 16 STEPS
 //   launch    grid (ceil(n_rows / 64), n_heads), block 128: a warp has 16 queries
-//   traffic   a block reads its queries once and all rows of k and v of its head, from L2
+//   traffic   a block reads its queries once and all rows of k and v of its head, from L2. The rows of v are on their
+//             way while scores are computed, the next rows of k while values are
 //   numerics  q, k, v and weights f16, sums f32; the largest score of each query so far is subtracted
 //   see       ref_attend_all
-template <int STEPS> __global__ void __launch_bounds__(IMAGE_ATTEND_THREADS) attend_all_kernel(AttendAll o) {
-    __shared__ __align__(16) __half tiles[2][IMAGE_TILE * image_stride<STEPS>()];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * IMAGE_TILE;
-    const size_t stride = (size_t)o.n_heads * o.head_dim, head = (size_t)blockIdx.y * o.head_dim;
+template <int STEPS>
+__global__ void __launch_bounds__(IMAGE_ATTEND_THREADS, STEPS <= 5 ? 3 : 2) attend_all_kernel(AttendAll o) {
+    __shared__ __align__(16) __half tiles[2][IMAGE_TILE * image_stride<STEPS>()];      // of q, then k; of v
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * IMAGE_TILE, hd = o.head_dim;
+    const size_t stride = (size_t)o.n_heads * hd, head = (size_t)blockIdx.y * hd;
     unsigned q[STEPS][4];
     float acc[2 * STEPS][4] = { }, top[2] = { -INFINITY, -INFINITY }, sum[2] = { };
+    ImageRows<STEPS> rows;
     wait_for_previous_kernel();
-    load_image_tile<STEPS>(o.q + head, stride, first, o.n_rows, o.head_dim, tiles[0]);
+    rows.load(o.q + head, stride, first, o.n_rows, hd);
+    rows.store(tiles[0]);
     __syncthreads();                                   // the queries are there
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
         load_matrices(q[step], tiles[0] + (16 * warp + lane % 16) * image_stride<STEPS>() + 16 * step + lane / 16 * 8);
+    rows.load(o.k + head, stride, 0, o.n_rows, hd);
+    __syncthreads();                                   // all warps have their queries
     for (int j = 0; j < o.n_rows; j += IMAGE_TILE) {
         float s[8][4];
-        __syncthreads();                               // all warps have read the tiles before
-        load_image_tile<STEPS>(o.k + head, stride, j, o.n_rows, o.head_dim, tiles[0]);
-        load_image_tile<STEPS>(o.v + head, stride, j, o.n_rows, o.head_dim, tiles[1]);
-        __syncthreads();                               // the tiles are there
+        rows.store(tiles[0]);
+        rows.load(o.v + head, stride, j, o.n_rows, hd);
+        __syncthreads();                               // k is there; all warps have used v of the round before
         image_scores<STEPS>(s, q, tiles[0]);
+        rows.store(tiles[1]);
+        rows.load(o.k + head, stride, j + IMAGE_TILE, o.n_rows, hd);
         image_softmax<STEPS>(s, o.scale * 1.44269504f, o.n_rows - j, top, sum, acc);
+        __syncthreads();                               // v is there; all warps have used k
         image_values<STEPS>(acc, s, tiles[1]);
     }
 #pragma unroll
@@ -300,7 +317,7 @@ template <int STEPS> __global__ void __launch_bounds__(IMAGE_ATTEND_THREADS) att
 #pragma unroll
         for (int c = 0; c < 2 * STEPS; c++) {
             const int d = 8 * c + 2 * (lane % 4);
-            if (d < o.head_dim)
+            if (d < hd)
                 *(float2 *)(out + d) = make_float2(acc[c][2 * line] / sum[line], acc[c][2 * line + 1] / sum[line]);
         }
     }

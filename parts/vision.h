@@ -269,6 +269,23 @@ static void bind_vision(Vision *v, const Model *m) {
     }
 }
 
+// Names the first tensor of the file that should belong to the tower but that nothing reads. Those of audio do not
+// count.
+static void note_unread_tensors(const Vision *v) {
+    static const char *const tower[] = { "v.", "mm.", NULL }, *const audio[] = { "mm.a.", NULL };
+    const Gguf *g = &v->gguf;
+    size_t n = 0, first = 0;
+    for (size_t i = g->n_tensors; i-- > 0; ) {
+        const GgufStr name = g->tensors[i].name;
+        if (v->binder.status[i] != UNKNOWN || !has_prefix(name, tower) || has_prefix(name, audio)) continue;
+        first = i;
+        n++;
+    }
+    if (n)
+        fprintf(stderr, "# note: %s: %zu tensor%s of the image tower %s not used, the first: %s\n", g->path, n,
+                n == 1 ? "" : "s", n == 1 ? "is" : "are", shown(g->tensors[first].name));
+}
+
 static void check_vision_ops(const Ops *op, bool embedder) {
     const bool has = embedder ? op->layer_norm != NULL
                               : op->clamp && op->gelu_product && op->rope_2d && op->attend_all && op->pool;
@@ -295,6 +312,7 @@ static Vision *vision_open(Model *m, const char *file) {
     v->binder.status = alloc_or_die(v->gguf.n_tensors, 1);
     v->binder.uploads = alloc_or_die(v->gguf.n_tensors + 1, sizeof *v->binder.uploads);
     bind_vision(v, m);
+    note_unread_tensors(v);
     return v;
 }
 

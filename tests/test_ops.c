@@ -787,7 +787,7 @@ static void test_matmul(void) {
                                                          { 1, 256 },
                                                          { 300, 512 }, { 40, 4352 }, { 5, 4128 },
                                                          { 33, 77 }, { 7, 1000 }, { 64, 1 }, { 1, 2817 },
-                                                         { 9, 10752 } };
+                                                         { 9, 10752 }, { 9, 4304 } };
     for (int t = 0; t < N_TYPES; t++)
         for (int k = 0; k < (int)(sizeof shapes / sizeof *shapes); k++) {
             static const int ins[] = { IN_X, IN_X | IN_W_PRE, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT };
@@ -977,7 +977,8 @@ static void test_gate_up(void) {
         { T_F16, T_F16, 32, 2816, ACT_GELU, true }, { T_BF16, T_BF16, 33, 1000, ACT_SILU, false },
         { T_F32, T_F32, 7, 77, ACT_GELU, true },
         { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_Q4_0, 8480, 32, ACT_GELU, true },
-        { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
+        { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }, { T_F16, T_F16, 4304, 48, ACT_GELU, false },
+        { T_Q8_0, T_Q8_0, 4304, 96, ACT_GELU, false }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, n = cases[k].rows, rows = 100;
