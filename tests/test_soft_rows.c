@@ -9,7 +9,7 @@
 #include "test.h"
 #include "files.h"
 
-enum { N_TEXT = 300, MAX_PICTURES = 4,
+enum { N_TEXT = 1500, MAX_PICTURES = 4,
        STRIDE = 17 };         // steps end next to a picture, and at every 17th place elsewhere
 
 typedef struct {              // a prompt
@@ -134,14 +134,26 @@ static Text random_text(const Model *m, const int *pictures, int n) {
     return x;
 }
 
+static int n_recorded;        // steps between begin() and end(), which a GPU may record; not those of commits
+
+static bool count_begin(StepKey key) {
+    n_recorded += key.kind == STEP_PROMPT || key.kind == STEP_DECODE;
+    return cpu_ops()->begin(key);
+}
+
 static void test_model(const char *preset) {
     const char *path = kept(make_model(preset, preset, "f32", NULL));
-    Model *m = open_model(path, cpu_ops(), options()), *plain = open_model(path, reference_ops(), options());
+    Ops counted = *cpu_ops();
+    counted.begin = count_begin;
+    n_recorded = 0;
+    Model *m = open_model(path, &counted, options()), *plain = open_model(path, reference_ops(), options());
     const size_t vocab = (size_t)m->config.vocab;
     test_embeddings(preset, m);
     Text x = random_text(m, (const int[]){ 40, 7, 36 }, 3);            // the window has 32 tokens
     const size_t n = (size_t)x.n * vocab;
+    const int before = n_recorded;
     float *got = run_rows(m, &x, NULL, 0), *want = run_rows(plain, &x, NULL, 0);
+    CHECK(before && n_recorded == before, "%s: a step with pictures is recorded", preset);
     CHECK(distance(got, want, n) < 2e-3, "%s: logits of pictures: off by %g from plain loops", preset,
           distance(got, want, n));
     test_chunks(preset, m, &x, got);
@@ -229,16 +241,20 @@ static void test_drafts(const char *name, Session *s, const Text *x) {
         session_forget(s);
         o.drafting = (Drafting){ .kind = kinds[k], .n_max = k == 2 ? 4 : 8 };
         same_answer(what, s, x, o, want, n, 0);
-        CHECK(k == 1 || session_turn(s)->drafts.drafted > 0, "%s: expected drafts, got none", what);
+        CHECK(k < 2 || session_turn(s)->drafts.drafted > 0, "%s: expected drafts, got none", what);
     }
 }
 
 // A full context drops pictures with what is before them; later words run again.
-static void test_shift(const char *name, Session *s, const Text *x) {
+static void test_shift(const char *name, Session *s) {
     int32_t said[1024];
     int n;
     Event end;
+    Text late = { 0 }, *x = &late;
     AnswerOptions o = greedy;
+    add_text(x, 200, 500);
+    add_picture(x, 100, session_model(s)->config.dim, 3, NULL);
+    add_text(x, 10, 500);
     o.n_predict = 320;
     o.shift = true;
     session_forget(s);
@@ -246,6 +262,58 @@ static void test_shift(const char *name, Session *s, const Text *x) {
           session_error(s));
     for (size_t i = 0; i < session_held(s)->n; i++)
         CHECK(session_held(s)->ids[i] >= 0, "%s: a picture in the context that was shifted", name);
+}
+
+// What penalties count after steps is what they count again from the ids.
+static void test_counts(const char *name, Session *s, const Text *x) {
+    Model *m = session_model(s);
+    const size_t n = (size_t)m->config.vocab;
+    int32_t said[256], n_said, *counts = m->s.counts + (size_t)s->seq * n, *copy = alloc_or_die(n, sizeof *copy);
+    session_forget(s);
+    answer_with(s, x, greedy, said, &n_said, NULL);
+    memcpy(copy, counts, n * sizeof *copy);
+    CHECK(shorten_session(m, s->seq, s->held.ids, (int)s->held.n) && !memcmp(copy, counts, n * sizeof *copy),
+          "%s: other counts for penalties", name);
+    free(copy);
+}
+
+// A prompt with a picture is dense, another one of that length is not.
+static void test_dense(const char *path) {
+    ModelOptions o = options();
+    o.n_ctx = 1600;
+    o.n_logits = STEP_ROWS;
+    o.pflash_density = 0.1f;
+    Model *m = open_model(path, cpu_ops(), o);
+    Tokenizer t;
+    int32_t said[256];
+    int n_said;
+    model_tokenizer(m, &t);
+    Session *s = session_open(m, &t, 0);
+    for (int k = 0; k < 2; k++) {
+        Text x = { 0 };
+        add_text(&x, 1350, 500);
+        if (k) add_picture(&x, 60, m->config.dim, 3, NULL), add_text(&x, 20, 500);
+        answer_with(s, &x, greedy, said, &n_said, NULL);
+        const double density = read_density(m);
+        CHECK(k ? density == 1 : density > 0 && density < 1, "%s: attends to %g of the blocks",
+              k ? "a prompt with a picture" : "text", density);
+        session_forget(s);
+    }
+    session_close(s);
+    tok_free(&t);
+    model_close(m);
+}
+
+// No draft goes beyond text that a picture follows.
+static void test_ngrams(void) {
+    const int32_t ids[] = { 8, 9, 4, 5, 6, 7, picture_id(1, 0), picture_id(1, 1), 3, 4, 5, 6 };
+    int32_t out[8];
+    Ngrams g = { 0 };
+    ngrams_add(&g, ids, 12, false);
+    const int n = ngrams_look_up(&g, ids, 12, 3, 8, out);
+    CHECK(n == 1 && out[0] == 7, "%d drafts before a picture", n);
+    free(g.newest);
+    free(g.earlier);
 }
 
 static void test_file(const char *name, Session *s, Session *other, const Text *x, const int32_t *want, int n) {
@@ -262,12 +330,11 @@ static void test_file(const char *name, Session *s, Session *other, const Text *
     tok_ids_free(&peek.ids);
 }
 
-// drafter: of the model, or NULL. sparse: prompts without pictures are
-static void test_sessions(const char *name, const char *path, const char *drafter, bool sparse) {
+// drafter: of the model, or NULL
+static void test_sessions(const char *name, const char *path, const char *drafter) {
     ModelOptions o = options();
     o.n_ctx = 448;
     if (drafter) o.drafter = drafter, o.draft_width = 1, o.draft_depth = 4;
-    if (sparse) o.pflash = 0.9f;
     o.k_type = o.v_type = KV_F16;
     o.n_logits = STEP_ROWS;
     o.penalties = true;
@@ -285,12 +352,19 @@ static void test_sessions(const char *name, const char *path, const char *drafte
     memcpy(y.ids + y.n, x.ids + y.n, (size_t)(x.n - y.n) * sizeof *y.ids);
     y.n = x.n;
     CHECK(answer_with(s, &x, greedy, want, &n, NULL) && n == 12, "%s: %s", name, session_error(s));
-    CHECK(!sparse || read_density(m) == 1, "%s: a prompt with pictures is not dense", name);
     same_answer("the same prompt again", s, &x, greedy, want, n, x.n - 1);
     test_file(name, s, fresh, &x, want, n);
     CHECK(answer_with(fresh, &y, greedy, said, &n_said, NULL), "%s: %s", name, session_error(fresh));
     same_answer("another picture at the same place", s, &y, greedy, said, n_said, -1);
     CHECK(session_turn(s)->n_cached <= y.pictures[1].first, "%s: cached another picture", name);
+    Text small = random_text(m, (const int[]){ 10, 20 }, 2);           // equal ids in the first rows of a picture
+    session_forget(s);
+    answer_with(s, &small, greedy, said, &n_said, NULL);
+    for (int i = 15; i < 20; i++) small.ids[small.pictures[1].first + i]--;
+    answer_with(s, &small, greedy, said, &n_said, NULL);
+    CHECK(session_turn(s)->n_cached == small.pictures[1].first, "%s: of a picture a part is reused, or more is not",
+          name);
+    CHECK(answer_with(fresh, &y, greedy, said, &n_said, NULL), "%s: %s", name, session_error(fresh));
     const int chunks[] = { 7, 101 };
     for (int k = 0; k < 2; k++) {
         session_forget(s);
@@ -309,7 +383,8 @@ static void test_sessions(const char *name, const char *path, const char *drafte
     same_answer("penalties, counted again", fresh, &x, penal, said, n_said, x.n - 1);
     test_refusals(s, &x);
     test_drafts(name, s, &x);
-    test_shift(name, s, &x);
+    test_shift(name, s);
+    test_counts(name, s, &x);
     session_close(s);
     session_close(fresh);
     tok_free(&t);
@@ -520,9 +595,11 @@ int main(void) {
     make_tmp();
     test_model("micro-dense");
     test_model("micro-e");
-    test_sessions("mini", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf", true);
-    test_sessions("mini-e", "models/gemma4-mini-e-q8_0.gguf", NULL, false);
+    test_sessions("mini", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-mtp-q8_0.gguf");
+    test_sessions("mini-e", "models/gemma4-mini-e-q8_0.gguf", NULL);
     test_drafter("mini with dflash", "models/gemma4-mini-q8_0.gguf", "models/gemma4-mini-dflash-q8_0.gguf", 15);
+    test_dense("models/gemma4-mini-q8_0.gguf");
+    test_ngrams();
     test_places("models/gemma4-mini-q8_0.gguf");
     if (getenv("VISION_GOLDEN")) test_golden_folder(getenv("VISION_GOLDEN"));
     return test_done("soft_rows");
