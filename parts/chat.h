@@ -224,7 +224,7 @@ static bool answer(Chat *c) {
                  ids.n, n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
         ok = false;
     }
-    ok = ok && compute_pictures(c->s, &c->rows, &ids, &pictures, c->err, sizeof c->err);
+    ok = ok && compute_pictures(c->s, &c->rows, &ids, &pictures, &interrupted, c->err, sizeof c->err);
     if (ok) {
         p.ids = ids.ids, p.n = (int)ids.n, p.pictures = pictures.places, p.n_pictures = pictures.n;
         if (render(c, 0, 0, false, &part, NULL) == 0) p.n_head = same_ids(&part, &ids);

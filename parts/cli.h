@@ -373,7 +373,9 @@ static void answer_once(Chat *c, const TokIds *raw, const char *from) {
         print_compressed((int)c->shown.n, (int)raw->n);
         p.ids = c->shown.ids, p.n = (int)c->shown.n;
     }
-    if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
+    const bool failed = !c->raw && !answer(c);
+    if (failed && interrupted) return;                 // while a picture was read
+    if (failed) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
     if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show)))
         die("%s: %s", from, session_error(s));
     if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer

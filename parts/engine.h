@@ -341,8 +341,10 @@ API uint64_t tower_hash(Model *m);
 API bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue,
                         PromptPictures *out, char *err, size_t err_size);
 // Computes the rows of those pictures of a prompt (ids) that a session will not keep, if they are not known yet. They
-// stay until pictures_release(). Returns false and writes one line to err if it cannot.
-API bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPictures *p, char *err, size_t err_size);
+// stay until pictures_release(). Returns false and writes one line to err if it cannot, or if *stop is set meanwhile;
+// stop NULL: it is never set.
+API bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPictures *p,
+                          const volatile sig_atomic_t *stop, char *err, size_t err_size);
 API void pictures_release(RowCache *c, PromptPictures *p);           // frees p; c may now forget its rows
 API void pictures_free(PromptPictures *p);             // of a prompt whose rows were not computed
 API void row_cache_free(RowCache *c);

@@ -236,8 +236,8 @@ static void pictures_release(RowCache *c, PromptPictures *p) {
     pictures_free(p);
 }
 
-static bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPictures *p, char *err,
-                             size_t err_size) {
+static bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPictures *p,
+                             const volatile sig_atomic_t *stop, char *err, size_t err_size) {
     Model *m = session_model(s);
     const int kept = session_keeps(s, ids->ids, (int)ids->n);
     for (int k = 0; k < p->n; k++) {
@@ -245,7 +245,9 @@ static bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptP
         if (p->places[k].first < kept) continue;
         p->places[k].rows = row_cache_pin(c, f->hash);
         if (p->places[k].rows) continue;
+        m->stop = stop;
         float *rows = compute_rows(m, f, err, err_size);
+        m->stop = NULL;
         if (!rows) return false;
         row_cache_add(c, f->hash, rows, (size_t)f->n * (size_t)m->config.dim * sizeof *rows);
         p->places[k].rows = rows;
