@@ -1,7 +1,7 @@
 # Makefile - builds the engine, its tests and its fuzzers. A C compiler is all it needs; `make help` lists the targets.
 #
 # Only ./gemma4 lands in this directory, everything else in build/. Set on the command line as needed:
-#   CC=clang   CFLAGS="-O2 -g"   HTTP=0 (no server)   WERROR=1 (warnings are errors)
+#   CC=clang   CFLAGS="-O2 -g"   HTTP=0 (no server)   IMAGES=0 (no PNG, JPEG, WebP)   WERROR=1 (warnings are errors)
 #   PREFIX=/usr/local   DESTDIR=   FUZZ_SECONDS=60   MODEL=file.gguf (for bench)   LDFLAGS=-L/folder
 #   ARCH=sm_90 (for which GPUs); native (those of this machine); all-major (8.0 to 12.1, as far as nvcc knows them); pairs:
 #     ARCH=compute_86:sm_90 is the code of an 8.6 card assembled for a 9.0 card, which tests the former on the latter
@@ -37,6 +37,12 @@ LTO       := $(shell probe=$$(mktemp) || exit; echo 'int main(void) { return 0; 
 HTTP      ?= $(shell pkg-config --exists 'libmicrohttpd >= 0.9.71' 2>/dev/null && echo 1)
 HTTP_FLAG := $(if $(filter 1,$(HTTP)),-DUSE_MICROHTTPD $(shell pkg-config --cflags libmicrohttpd))
 HTTP_LIB  := $(if $(filter 1,$(HTTP)),$(shell pkg-config --libs libmicrohttpd))
+# Pictures are read with the libraries of these that pkg-config finds.
+IMAGES    ?= $(shell for lib in libpng libjpeg libwebp; do pkg-config --exists $$lib 2>/dev/null && echo $$lib; done)
+DECODERS  := $(filter libpng libjpeg libwebp,$(IMAGES))
+IMAGE_FLAGS := $(if $(DECODERS),$(shell pkg-config --cflags $(DECODERS)) $(if $(filter libpng,$(DECODERS)),-DUSE_PNG) \
+    $(if $(filter libjpeg,$(DECODERS)),-DUSE_JPEG) $(if $(filter libwebp,$(DECODERS)),-DUSE_WEBP))
+IMAGE_LIBS := $(if $(DECODERS),$(shell pkg-config --libs $(DECODERS)))
 # Another backend: a C header is part of gemma4.c, a .cu file an object of its own. NAME_ops() is its table.
 ifneq ($(BACKEND),)
 BACKEND_DEFINES := -DBACKEND_OPS=$(BACKEND_NAME)_ops -DBACKEND_NAME=\"$(BACKEND_NAME)\"
@@ -70,7 +76,7 @@ FUZZERS  := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/fuzz_*.c))
 # linked to the tests that know of a GPU. CUDA_VISIBLE_DEVICES= hides it from them.
 E        := $(B)/emulated
 EMULATOR := $(if $(and $(filter cpu,$(TESTED)),$(if $(BACKEND),,1)),$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),$(E)/test_emulator))
-EMULATED := $(if $(EMULATOR),$(patsubst %,$(B)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft test_cards test_device))
+EMULATED := $(if $(EMULATOR),$(patsubst %,$(B)/%,test_ops test_sampling test_cuda test_layout test_ahead test_verify test_draft test_cards test_device test_vision))
 EMULATE  := $(CXX) -std=c++20 -g1 -Wall -Wno-unknown-pragmas -fno-exceptions -fno-rtti \
     -ffp-contract=off -pthread $(filter -march=% -mcpu=%,$(CFLAGS))
 KERNEL_FLAGS := -Og -Wno-maybe-uninitialized -Wno-deprecated-enum-float-conversion -fno-extern-tls-init -Itests/cuda_on_cpu \
@@ -86,7 +92,7 @@ no-cuda:
 	CUDA toolkit (12 or newer) or set NVCC=/path/to/nvcc); or use 'make cpu'" >&2; exit 1
 
 $(B)/gemma4-cpu: $(SOURCES) $(B)/commit.h $(BACKEND) $(BACKEND_OBJECT) $(B)/flags
-	$(COMPILE) $(LTO) $(HTTP_FLAG) gemma4.c $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(HTTP_LIB) $(BACKEND_LIBS) -lm
+	$(COMPILE) $(LTO) $(HTTP_FLAG) $(IMAGE_FLAGS) gemma4.c $(BACKEND_OBJECT) -o $@ $(LDFLAGS) $(HTTP_LIB) $(IMAGE_LIBS) $(BACKEND_LIBS) -lm
 $(B)/backend.o: $(BACKEND) gemma4.h gguf.h $(wildcard parts/*.cuh) parts/kv.h parts/cards.h $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++20 $(HOST_FLAGS),-ffp-contract=off -lineinfo $(ARCH_FLAGS) $(NVCC_FLAGS) -I. $(BACKEND_DEFINES) -c $< -o $@
 # Tests another backend; OPS="matmul attend": these operations alone, and no sampler.
@@ -95,9 +101,9 @@ test-backend: $(if $(BACKEND),$(B)/test_ops $(B)/test_sampling)        ## with B
 	$(B)/test_ops -$(BACKEND_NAME) $(OPS)
 	$(if $(OPS),,$(B)/test_sampling -$(BACKEND_NAME))
 $(B)/gemma4-cuda: $(B)/gemma4-cuda.o $(B)/plain.o $(B)/kernels.o
-	$(LINK) $^ -o $@ $(LDFLAGS) $(HTTP_LIB) $(CUDA_LIBS)
+	$(LINK) $^ -o $@ $(LDFLAGS) $(HTTP_LIB) $(IMAGE_LIBS) $(CUDA_LIBS)
 $(B)/gemma4-cuda.o: $(SOURCES) $(B)/commit.h $(B)/flags
-	$(COMPILE) $(HTTP_FLAG) -DUSE_CUDA -c gemma4.c -o $@
+	$(COMPILE) $(HTTP_FLAG) $(IMAGE_FLAGS) -DUSE_CUDA -c gemma4.c -o $@
 $(B)/kernels.o: gemma4_kernels.cu $(KERNEL_PARTS) $(B)/cuda-flags
 	$(NVCC) -O3 -std=c++17 $(HOST_FLAGS) -lineinfo $(SPLIT_COMPILE) $(ARCH_FLAGS) $(NVCC_FLAGS) -c $< -o $@
 # The plain kernels are for older GPUs too, whatever ARCH says; newer ones translate them when they load them.
@@ -115,7 +121,7 @@ $(B)/commit.h: FORCE
 	@mkdir -p $(B); is="#define COMMIT \"$$(git describe --always --dirty=+ --exclude '*' 2>/dev/null || echo unknown)\""; \
 	[ "$$(cat $@ 2>/dev/null)" = "$$is" ] || printf '%s\n' "$$is" > $@
 # What these hold is how things are built; a change of it rebuilds what was built otherwise.
-$(B)/flags: HOLDS = $(COMPILE) $(LTO) $(HTTP_LIB)
+$(B)/flags: HOLDS = $(COMPILE) $(LTO) $(HTTP_LIB) $(IMAGE_LIBS)
 $(B)/cuda-flags: HOLDS = $(NVCC) $(HOST_FLAGS) $(ARCH) $(NVCC_FLAGS)
 $(B)/engine: HOLDS = $(TESTED)
 $(B)/flags $(B)/cuda-flags $(B)/engine: FORCE
@@ -136,6 +142,9 @@ $(B)/test_grammar: TEST_COMPILE += -finstrument-functions
 # It has the server in it.
 $(B)/test_slots: TEST_COMPILE += $(HTTP_FLAG)
 $(B)/test_slots: override LDFLAGS += $(HTTP_LIB)
+# It writes and reads pictures.
+$(B)/test_image: TEST_COMPILE += $(IMAGE_FLAGS)
+$(B)/test_image: override LDFLAGS += $(IMAGE_LIBS)
 # What the programs link instead of compiling it each: the parts that have an interface and bodies. Of these a test may still
 # compile one itself, to look inside it: the archive's is not taken then.
 ENGINE_OBJECTS := $(patsubst %,$(B)/parts/%.o,base gguf tokenizer cpu)
@@ -154,7 +163,7 @@ $(ENGINE_OBJECTS): $(B)/flags
 dev: $(B)/gemma4-dev            ## build ./gemma4 fast, for the CPU, hardly optimised: a change of one part takes seconds
 	@cmp -s $< $(BIN) 2>/dev/null || cp -f $< $(BIN)
 $(B)/gemma4-dev: $(B)/engine.a $(SOURCES) $(B)/commit.h $(B)/flags
-	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(HTTP_FLAG) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
+	$(COMPILE:-O3=-Og) -DENGINE_LINKED $(HTTP_FLAG) $(IMAGE_FLAGS) gemma4.c $(B)/engine.a -o $@ $(LDFLAGS) $(HTTP_LIB) $(IMAGE_LIBS) -lm
 # The chat's line editor alone: test_terminal types to it.
 $(LINES): tests/lines.c parts/lines.h parts/base.h $(B)/flags
 	$(TEST_COMPILE) $< -o $@ $(LDFLAGS) -lm
@@ -208,8 +217,8 @@ fuzz:                           ## run each fuzz target for FUZZ_SECONDS (0: onl
 	  echo "$$f: $$(grep -E '^(Done|#[0-9]+.*DONE)' $$f.log | tail -n 1)"; done
 fuzz-programs: $(FUZZERS)
 $(FUZZERS): $(B)/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) $(B)/flags $(B)/engine.a
-	$(COMPILE) -fsanitize=fuzzer -I. -UNDEBUG -DENGINE_LINKED -DFUZZER $(HTTP_FLAG) -Wno-unused-function $< $(B)/engine.a \
-	  -o $@ $(LDFLAGS) $(HTTP_LIB) -lm
+	$(COMPILE) -fsanitize=fuzzer -I. -UNDEBUG -DENGINE_LINKED -DFUZZER $(HTTP_FLAG) $(IMAGE_FLAGS) -Wno-unused-function $< \
+	  $(B)/engine.a -o $@ $(LDFLAGS) $(HTTP_LIB) $(IMAGE_LIBS) -lm
 
 SHARED = $(DESTDIR)$(PREFIX)/share
 amalgamate: $(B)/page.h $(B)/commit.h         ## write build/gemma4.c, everything in one file: cc -O3 gemma4.c -lm -pthread

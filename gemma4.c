@@ -21,7 +21,8 @@
  *                load.h      reading a model file                   generate.h  sessions and events
  *                plan.h      how much memory everything gets        dump.h      intermediate results
  *                cpu.h       the CPU backend                        kv.h        rows of the KV cache
- *                score.h     scores of tokens                       session.h   sessions in files
+ *                vision.h    the image tower                        session.h   sessions in files
+ *                score.h     scores of tokens
  * INVARIANTS   Activations are f32. Matrices are (rows = out, cols = in), row-major, y = W x. Index products are
  *              size_t. A step allocates nothing, unless --dump is given.
  * TRAPS        The list before forward: every way in which this model differs from Llama. */
@@ -204,6 +205,8 @@ typedef struct StepRow {      // one row as the caller of step() describes it
     int32_t token;            // an id; or ON_DEVICE, in all rows of a step or in none
     int32_t parent;           // TREE: index within the segment of the row that it follows; -1: the last committed token
     bool    output;           // the row needs logits
+    int32_t ahead;            // CHAIN: as in Row
+    const float *soft;        // (dim) a row of a picture, which takes the place of the token's embedding; NULL: none
 } StepRow;
 
 // A token that was sampled on the device and that the host does not know yet. The first row of segment i: the token
@@ -214,6 +217,8 @@ typedef struct {              // the step in progress, or the last one, on the h
     Row     *rows, *out_rows;          // (n_rows), (n_out) as in State
     Segment *segs;                     // (n_segs)
     int32_t *out_index;                // (n_out)
+    const float **soft;                // (n_rows) as in StepRow
+    bool     has_soft;                 // some are not NULL
     // the last copies that were uploaded: upload_changes(). Operations write only tokens that are ON_DEVICE
     struct {
         Row     *rows, *out_rows;
@@ -263,6 +268,7 @@ struct Model {
     // what other parts keep with a model
     struct Binder     *binder;         // load.h: the tensors that were bound
     struct Drafter    *drafter;        // draft.h: a draft model; kind DRAFTER_NONE: there is none
+    struct Vision     *vision;         // vision.h: an image tower; NULL: there is none
     struct StepResult *result;         // draft.h: what verification found
     struct Pace       *pace;           // guess.h: how long steps and drafts take
     MemoryPlan   plan;                 // plan.h
@@ -273,6 +279,7 @@ struct Model {
     int          n_checkpoints;
     const struct Checkpoint *follow;   // of another run: each layer starts with that run's stream; NULL: with its own
     uint64_t     hash[3];              // session.h: of the file, once it was computed
+    uint64_t     tower_hash;           // picture.h: of the image tower
 };
 
 // Defined in the parts named, which are included at the end of this file.
@@ -293,23 +300,29 @@ static void upload_changes(Model *m, void *dst, void *uploaded, const void *src,
     m->ops->copy(&(Copy){ dst, src, bytes, COPY_IN });
 }
 
-// Cuts session seq back to n <= len tokens. ids are those tokens, which penalties count. False: nothing was done; a
-// ring has already overwritten rows that are still needed.
-static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
-    const int32_t len = n;
+// True: session seq can be cut back to n tokens. False: a ring has already overwritten rows that are still needed.
+static bool can_shorten(const Model *m, int seq, int n) {
     for (int i = 0; i < m->n_caches; i++) {
         const Cache *c = &m->caches[i];
         const int slots = c->slots, beyond = m->n_written[seq] - n;
         if (slots < m->n_written[seq] && beyond > slots - (m->config.n_swa - 1)) return false;
         if (c->tail_slots && c->tail_reach + STEP_ROWS < m->n_written[seq] && beyond > STEP_ROWS) return false;
     }
+    return true;
+}
+
+// Cuts session seq back to n <= len tokens. ids are those tokens, which penalties count; rows of pictures count as
+// token 0 (padding). False: it cannot be, and nothing was done.
+static bool shorten_session(Model *m, int seq, const int32_t *ids, int n) {
+    const int32_t len = n;
+    if (!can_shorten(m, seq, n)) return false;
     shorten_drafter(m, seq, n);
     m->len[seq] = n;
     m->ops->copy(&(Copy){ m->s.len + seq, &len, sizeof len, COPY_IN });
     if (!m->s.counts) return true;
     const size_t vocab = (size_t)m->config.vocab;
     int32_t *counts = alloc_or_die(vocab, sizeof *counts);
-    for (int i = 0; i < n; i++) counts[ids[i]]++;
+    for (int i = 0; i < n; i++) counts[max_int(ids[i], 0)]++;
     m->ops->copy(&(Copy){ m->s.counts + (size_t)seq * vocab, counts, vocab * sizeof *counts, COPY_IN });
     free(counts);
     return true;
@@ -381,6 +394,17 @@ static Batch step_batch(const Model *m, int32_t *len) {                        /
 
 // ---- the blocks of a layer ----
 
+// x = the soft row of a picture, which is not scaled. What is embedded per layer is that of token 0 (padding).
+static void embed_pictures(Model *m) {
+    const size_t dim = (size_t)m->config.dim;
+    const float *const *soft = m->step.soft;
+    for (int r = 0, n; r < m->step.n_rows; r += n) {   // rows that follow each other in memory at once
+        for (n = 1; soft[r] && r + n < m->step.n_rows && soft[r + n] == soft[r] + (size_t)n * dim; n++) {}
+        if (soft[r])
+            m->ops->copy(&(Copy){ m->s.x[0] + (size_t)r * dim, soft[r], (size_t)n * dim * sizeof(float), COPY_IN });
+    }
+}
+
 // x = embedding * sqrt(dim); per-layer embeddings: u = (norm(Wp x / sqrt(dim)) + table * sqrt(ple_dim)) / sqrt(2).
 static void embed_tokens(Model *m, Pass *p) {
     const Config *c = &m->config;
@@ -390,6 +414,7 @@ static void embed_tokens(Model *m, Pass *p) {
     p->stream = (In){ .x = s->x[0], .scale = 1, .eps = c->eps };
     p->ple = s->ple;
     m->ops->embed(&(Embed){ .batch = &p->all, .table = &w->token_embd, .scale = sqrtf((float)c->dim), .out = s->x[0] });
+    if (m->step.has_soft) embed_pictures(m);
     if (c->ple_dim) {
         multiply(m, p->all.n_rows, p->stream, &w->per_layer_model_proj, s->ple);
         m->ops->ple_rows(&(PleRows){ .batch = &p->all, .table = &w->per_layer_token_embd,
@@ -738,13 +763,14 @@ typedef struct {
     int n;
     const StepRow *rows;      // (n)
     int more;                 // of a prompt: rows that follow in later steps
+    bool dense;               // its rows attend to all keys even if prompts are sparse
 } StepSeg;
 
 enum { DENSE_ROWS = 256 };    // the last rows of a prompt: they attend to all keys even if the prompt is sparse
 
 // The number of last rows of a segment that attend to all keys.
 static int n_dense(const Model *m, const StepSeg *seg) {
-    if (m->len[seg->seq] + seg->n + seg->more < m->options.pflash_from) return seg->n;
+    if (seg->dense || m->len[seg->seq] + seg->n + seg->more < m->options.pflash_from) return seg->n;
     return max_int(0, min_int(seg->n, DENSE_ROWS - seg->more));
 }
 
@@ -771,7 +797,12 @@ static void add_segment(Model *m, int i, const StepSeg *in) {
                             .n_dense = n_dense(m, in) };
     for (int j = 0; j < in->n; j++) {
         Row *row = &t->rows[t->n_rows];
-        *row = (Row){ .token = in->rows[j].token, .seg = i, .index = j, .depth = j };
+        const float *soft = in->rows[j].soft;
+        t->soft[t->n_rows] = soft;
+        t->has_soft |= soft != NULL;
+        *row = (Row){ .token = soft ? 0 : in->rows[j].token, .seg = i, .index = j, .depth = j,
+                      .ahead = in->rows[j].ahead };
+        assert(in->rows[j].ahead < in->n - j);
         if (in->kind == SEG_TREE) {
             const int parent = in->rows[j].parent;
             assert(parent < j);
@@ -825,6 +856,7 @@ static void prepare_step(Model *m, const StepSeg *segs, int n_segs) {
     t->ahead = on_device;
     t->n_segs = n_segs;
     t->n_rows = t->n_out = 0;
+    t->has_soft = false;
     for (int i = 0; i < n_segs; i++) add_segment(m, i, &segs[i]);
     upload_changes(m, s->rows, t->uploaded.rows, t->rows, (size_t)t->n_rows * sizeof(Row));
     upload_changes(m, s->segs, t->uploaded.segs, t->segs, (size_t)t->n_segs * sizeof(Segment));
@@ -843,7 +875,7 @@ static void prepare_step(Model *m, const StepSeg *segs, int n_segs) {
 // output rows; STOPPED: m->stop was set, nothing may be committed; PAUSED: see forward().
 static int run_prepared(Model *m, double work) {
     const Ops *op = m->ops;
-    const bool record = !m->dump_dir;                  // a dump copies out in the middle of the step
+    const bool record = !m->dump_dir && !m->step.has_soft;             // both copy in the middle of the step
     PassStatus status = DONE;
     if (!record || op->begin(m->step.key)) {
         if (m->step.ahead) move_tokens(m, m->step.key.variant == DRAFTS_ON_DEVICE);
@@ -978,6 +1010,8 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/load.h"
 #include "parts/guess.h"
 #include "parts/draft.h"
+#include "parts/image.h"
+#include "parts/vision.h"
 #include "parts/plan.h"
 #include "parts/generate.h"
 #include "parts/score.h"
@@ -991,6 +1025,7 @@ static int generate_greedy(Model *m, Tokenizer *t, const int32_t *ids, int n, in
 #include "parts/text.h"
 #include "parts/convert.h"
 #include "parts/session.h"
+#include "parts/picture.h"
 #include "parts/bench.h"
 #include "parts/plot.h"
 #include "parts/sweep.h"

@@ -144,7 +144,10 @@ typedef struct {
     int32_t  seg;                    // index of the segment
     int32_t  index;                  // number within the segment: the row's cache slot is len + index
     int32_t  depth;                  // position - len; CHAIN: index; TREE: number of proper ancestors
-    uint64_t ancestors;              // TREE: bit j = row j of the segment is this row or an ancestor of it
+    union {
+        uint64_t ancestors;          // TREE: bit j = row j of the segment is this row or an ancestor of it
+        int64_t  ahead;              // CHAIN: rows after this one that it sees too where there is a window, the rest of
+    };                               // its picture; 0: none. Fewer than n - index
 } Row;
 
 typedef struct {                     // the rows of a step, or some of them: forward() continues with output rows alone
@@ -153,6 +156,11 @@ typedef struct {                     // the rows of a step, or some of them: for
     int32_t       *len;              // (n_seqs) committed rows of each session; a row's position is len[seq] + depth
     int            n_rows, n_segs;
 } Batch;
+
+// With OWN_CAUSAL a row sees none but the first rows of its segment, this many.
+HOST_DEVICE static inline int rows_in_sight(const Row *row, const Segment *seg, int window) {
+    return row->index + 1 + (window && seg->kind == SEG_CHAIN ? (int)row->ahead : 0);
+}
 
 // ---- caches ------------------------------------------------------------------------------------------------------
 typedef enum { KV_F32, KV_F16, KV_BF16, KV_Q8_0, KV_Q4_0, KV_TQ4, KV_TQ3 } KvType;
@@ -383,7 +391,7 @@ typedef struct {
 } AttnMass;
 
 typedef enum {
-    OWN_CAUSAL,                      // CHAIN: itself and those before, in the window; TREE: itself and ancestors
+    OWN_CAUSAL,                      // CHAIN: the first rows_in_sight(), in the window; TREE: itself and ancestors
     OWN_ALL,                         // every row of the segment sees every other (full layer of a DFlash block)
     OWN_NONE                         // committed rows only (MTP on the target's cache)
 } OwnMask;
@@ -420,6 +428,65 @@ typedef struct {                     // staging -> ring: the last min(n, slots) 
     const Batch *batch;
     const Cache *cache, *staging;
 } KvCopy;
+
+// ---- images (parts/vision.h) -------------------------------------------------------------------------------------
+// Rows are parts of one picture, not of a step: nothing here has a Batch, and no result depends on the order of calls.
+// Any number of rows. Results may differ between backends by the rounding of bf16: products and attention.
+typedef struct { float lo, hi; } Range;  // clamps x to lo <= x <= hi; -Inf, Inf: x itself. A NaN stays NaN
+
+typedef struct {                     // out = x, clamped
+    int          n_rows, cols;
+    const float *x;                  // (n_rows, cols)
+    Range        range;
+    float       *out;                // (n_rows, cols), may be x
+} Clamp;
+
+typedef struct {                     // out = gelu(gate) * up
+    int          n_rows, cols;
+    const float *gate, *up;          // (n_rows, cols)
+    float       *out;                // (n_rows, cols), may be gate or up
+} GeluProduct;
+
+typedef struct {                     // u = x + add + add_rows; out = w * (u - mean(u)) / sqrt(mean((u - mean(u))^2) +
+    int          n_rows, cols;       // eps) + bias
+    const float *x;                  // (n_rows, cols)
+    const float *add;                // (cols) or NULL
+    const float *add_rows;           // (n_rows, cols) or NULL
+    const float *w, *bias;           // (cols)
+    float        eps;
+    float       *out;                // (n_rows, cols), may be x
+} LayerNorm;
+
+enum { MAX_IMAGE_HEAD_DIM = 128 };   // of rope_2d and attend_all; a multiple of 8
+
+// The heads of a row at (x, y) of the picture, in place: q = rope(norm(q; w_q)), k = rope(norm(k; w_k)), v = v /
+// rms(v). rope rotates the first half of a head by x, the second by y: in each half the pairs (i, i + head_dim / 4),
+// i < head_dim / 4, by the angle position * inv_freq[i].
+typedef struct {
+    int            n_rows, n_heads, head_dim;
+    float         *q, *k, *v;        // (n_rows, n_heads * head_dim)
+    const float   *w_q, *w_k;        // (head_dim)
+    const int32_t *pos;              // (n_rows, 2) x, y
+    const double  *inv_freq;         // (head_dim / 4) radians per position
+    float          eps;
+} Rope2d;
+
+typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][h]) v[j][h], of all rows j
+    int          n_rows, n_heads, head_dim;
+    const float *q, *k, *v;          // (n_rows, n_heads * head_dim)
+    float        scale;
+    float       *out;                // (n_rows, n_heads * head_dim)
+} AttendAll;
+
+// out[Y][X] = (factor * mean of x[y][x] - sub) * mul, where y is side * Y .. side * Y + side - 1, and x likewise.
+typedef struct {
+    int          w, h;               // columns and rows of x, multiples of side
+    int          side, cols;
+    const float *x;                  // (h, w, cols)
+    float        factor;
+    const float *sub, *mul;          // (cols), or both NULL: 0 and 1
+    float       *out;                // (h / side, w / side, cols)
+} Pool;
 
 // ---- output ------------------------------------------------------------------------------------------------------
 typedef struct {                     // z = w y; logits = cap * tanh(z / cap)
@@ -631,6 +698,13 @@ typedef struct Ops {
     void (*attend)(const Attend *o);
     void (*kv_commit)(const KvCommit *o);
     void (*kv_copy)(const KvCopy *o);
+    // images
+    void (*clamp)(const Clamp *o);
+    void (*gelu_product)(const GeluProduct *o);
+    void (*layer_norm)(const LayerNorm *o);
+    void (*rope_2d)(const Rope2d *o);
+    void (*attend_all)(const AttendAll *o);
+    void (*pool)(const Pool *o);
     // output
     void (*head)(const Head *o);
     void (*logprob)(const Logprob *o);                       // perplexity

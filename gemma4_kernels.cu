@@ -2,8 +2,8 @@
  *
  * HOW TO READ  cuda_ops() at the end lists the operations. Operation <op> is the function cuda_<op>; ref_<op> in
  *              parts/reference.h defines what it computes, and "see" in the head of a kernel names it. Nothing here
- *              knows about files, text or the model. Four headers in parts/ hold what a first reader can skip:
- *              attend_coded.cuh, sparse.cuh, sample.cuh, device.cuh.
+ *              knows about files, text or the model. Five headers in parts/ hold what a first reader can skip:
+ *              attend_coded.cuh, sparse.cuh, vision.cuh, sample.cuh, device.cuh.
  * CONTENTS     search for "[n]"
  *   [1] Errors, the stream, state           [6] Products of a prompt: cuBLAS
  *   [2] Launch; warp and block helpers      [7] Cache: store, commit, copy
@@ -5277,7 +5277,7 @@ __device__ static inline RowMask row_mask(const Batch &b, int n_seqs, int window
     const Segment seg = b.segs[b.n_segs == 1 ? 0 : row.seg];
     const int len = b.len[n_seqs == 1 ? 0 : seg.seq], pos = len + row.depth;
     const int first = window ? max(0, pos - window + 1) : 0;
-    int n_own = own == OWN_ALL ? seg.n : row.index + 1;
+    int n_own = own == OWN_ALL ? seg.n : rows_in_sight(&row, &seg, window);
     if (own == OWN_NONE) n_own = 0;
     return (RowMask){ row.seg, seg.seq, seg.first, seg.kind, len, row.index, pos, first, min(first, len), len + n_own,
                     row.ancestors };
@@ -7049,6 +7049,10 @@ static void cuda_attend(const Attend *o) {
     }
 }
 
+// ---- pictures ----
+// Attention without a mask or a cache, and the other operations of image towers. A first reader can skip it.
+#include "parts/vision.cuh"
+
 // ==== [9] Output: head, sampling =====================================================================================
 // Logits, top-k, sampling, verification of drafts. A first reader can skip it.
 #include "parts/sample.cuh"
@@ -7071,7 +7075,9 @@ static Ops all_operations(void) {
     ops.expert_down = cuda_expert_down, ops.ple_inject = cuda_ple_inject, ops.close = cuda_close;
     ops.gather_rows = cuda_gather_rows, ops.qkv_store = cuda_qkv_store, ops.block_select = cuda_block_select;
     ops.attn_mass = cuda_attn_mass, ops.attend = cuda_attend, ops.kv_commit = cuda_kv_commit;
-    ops.kv_copy = cuda_kv_copy;
+    ops.kv_copy = cuda_kv_copy, ops.clamp = cuda_clamp, ops.gelu_product = cuda_gelu_product;
+    ops.layer_norm = cuda_layer_norm, ops.rope_2d = cuda_rope_2d, ops.attend_all = cuda_attend_all;
+    ops.pool = cuda_pool;
     ops.head = cuda_head, ops.logprob = cuda_logprob, ops.sample = cuda_sample;
     ops.verify_walk = cuda_verify_walk, ops.head_centroid = cuda_head_centroid;
     return ops;

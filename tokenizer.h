@@ -158,6 +158,12 @@ size_t tok_stream_flush(TokStream *s, char *out, size_t cap);   // at the end: p
 int tok_add_message(TokText *messages, const char *role, TokStr content);
 int tok_add_result(TokText *messages, TokStr name, TokStr content);
 
+// Where a picture is in a prompt: ids[at] is <|image|>, in the place of a part of a content (a JSON object). The caller
+// replaces it by <|image>, what stands for the picture, and <image|>.
+typedef struct { size_t at; TokStr part; } TokPicture;
+typedef struct { TokPicture *of; size_t n, cap; } TokPictures;       // start with {0}; grows by realloc
+void tok_pictures_free(TokPictures *v);
+
 typedef struct {
     TokStr messages;          // JSON array, see above
     TokStr tools;             // JSON array of [{type: "function", function: {name, description, parameters}}], or none
@@ -174,6 +180,7 @@ typedef struct {
                               // open unless an answer follows, and then needs `think`. An answer continues the turn of
                               // the assistant's message before it
     // Results, unless NULL.
+    TokPictures *pictures;    // appends the images, in the order of the prompt; an answer of the assistant's has none
     size_t *before_cue;       // ids before the cue: a later prompt of the same conversation begins with them
     size_t *least;            // if it fails for `most`, how many ids the prompt has at least; else 0
 } TokChat;
@@ -339,6 +346,11 @@ static bool tok__room(TokText *v, size_t n) {
     v->s = s;
     v->cap = cap;
     return true;
+}
+
+void tok_pictures_free(TokPictures *v) {
+    free(v->of);
+    *v = (TokPictures){ 0 };
 }
 
 bool tok_text_append(TokText *v, const char *s, size_t n) {
@@ -1463,12 +1475,13 @@ static const char *const tok__field_names[TOK__N_FIELDS] = {
 };
 typedef struct { size_t number; GgufJson f[TOK__N_FIELDS]; } Tok__Message;     // number: its index in the caller's list
 
-// The next part of a content list: its type and, if that is text, its text.
-static bool tok__next_part(Tok__Prompt *p, const Tok__Message *m, GgufJson *rest, GgufJson part[2]) {
+// The next part of a content list: its type; if that is text, its text; the whole part.
+static bool tok__next_part(Tok__Prompt *p, const Tok__Message *m, GgufJson *rest, GgufJson part[3]) {
     static const char *const names[] = { "type", "text" };
     GgufJson value;
     if (p->failed || !gguf_json_next(rest, NULL, &value)) return false;
     tok__fields(&value, names, part, 2);
+    part[2] = value;
     const bool is_text = gguf_json_is(&part[0], "text");
     if (is_text && part[1].type != GGUF_J_STRING)
         TOK__REFUSE(p, "messages[%zu].content: a text part: expected a string in \"text\"", m->number);
@@ -1479,10 +1492,28 @@ static bool tok__next_part(Tok__Prompt *p, const Tok__Message *m, GgufJson *rest
     return !p->failed;
 }
 
+// Writes the placeholder of a part, and notes where an image stands.
+static void tok__put_placeholder(Tok__Prompt *p, const int32_t *placeholder, const GgufJson *part) {
+    TokPictures *v = p->c->pictures;
+    tok__put_tag(p, placeholder);
+    if (p->failed || !v || placeholder != &p->t->image) return;
+    if (v->n == v->cap) {
+        const size_t cap = v->cap ? 2 * v->cap : 8;
+        TokPicture *of = realloc(v->of, cap * sizeof *of);
+        if (!of) {
+            TOK__REFUSE(p, "out of memory for %zu images", cap);
+            return;
+        }
+        v->of = of;
+        v->cap = cap;
+    }
+    v->of[v->n++] = (TokPicture){ p->ids->n - 1, { part->s, part->n } };
+}
+
 // Writes the content of a turn. False: it is empty after trimming.
 static bool tok__put_content(Tok__Prompt *p, const Tok__Message *m, bool is_model, bool is_system) {
     const GgufJson *content = &m->f[TOK__TEXT];
-    GgufJson rest = *content, part[2];
+    GgufJson rest = *content, part[3];
     size_t from = p->run.n;
     bool any = false;
     switch (content->type) {
@@ -1498,7 +1529,9 @@ static bool tok__put_content(Tok__Prompt *p, const Tok__Message *m, bool is_mode
             if (placeholder) {
                 if (is_system)
                     TOK__REFUSE(p, "messages[%zu].content: expected text parts in the system message", m->number);
-                tok__put_tag(p, placeholder);
+                if (is_model && p->c->pictures)
+                    TOK__REFUSE(p, "messages[%zu].content: expected text parts in an answer", m->number);
+                tok__put_placeholder(p, placeholder, &part[2]);
             } else {
                 tok__put_string(p, &part[1]);
                 tok__tidy(p, from, is_model);
@@ -1613,7 +1646,7 @@ static void tok__put_result(Tok__Prompt *p, const GgufJson *name, const GgufJson
 // become one string; placeholders come after the result.
 static void tok__put_tool_message(Tok__Prompt *p, const Tok__Message *m, const Tok__Called *called, size_t n_called) {
     const GgufJson *name = tok__called_name(called, n_called, &m->f[TOK__CALL_ID]), *content = &m->f[TOK__TEXT];
-    GgufJson rest = *content, part[2];
+    GgufJson rest = *content, part[3];
     if (!name) name = &m->f[TOK__NAME];
     if (content->type != GGUF_J_ARRAY) {
         tok__put_result(p, name, content);
@@ -1628,7 +1661,7 @@ static void tok__put_tool_message(Tok__Prompt *p, const Tok__Message *m, const T
     tok__close_result(p);
     for (rest = *content; tok__next_part(p, m, &rest, part); ) {
         const int32_t *placeholder = tok__placeholder(p->t, &part[0]);
-        if (placeholder) tok__put_tag(p, placeholder);
+        if (placeholder) tok__put_placeholder(p, placeholder, &part[2]);
     }
 }
 

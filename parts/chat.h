@@ -23,6 +23,8 @@ typedef struct {
     bool     changed, unsaved;   // since it was saved; saving it failed
     Compressor compressor;    // ratio 0: prompts are shown as they are
     TokIds   said, shown;     // what the conversation is sure to begin with; what the model was shown instead of it
+    TokText  images;          // parts of the user's next message, each after a comma, in JSON
+    RowCache rows;            // of pictures that were shown before
     AnswerOptions options;
     ShowOptions show;
     char     err[512];        // why the last turn failed
@@ -74,16 +76,73 @@ static void keep_messages(TokText *messages, bool system, size_t end) {         
     *messages = kept;
 }
 
-// The prompt that shows the messages from number first to end, counted without the system message. < 0: t->err says
-// why.
-static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids) {
+static void append_text(TokText *to, const char *s) {
+    if (!tok_text_append(to, s, strlen(s))) die("out of memory for a conversation");
+}
+
+// Reads a file to *text, at most MAX_FILE bytes. Returns 0, or errno.
+static int load_bytes(const char *path, TokText *text) {
+    char block[1 << 14];
+    FILE *f = fopen(path, "rb");
+    int err = f ? 0 : errno;
+    for (size_t n; !err && (n = fread(block, 1, sizeof block, f)) > 0; ) {
+        err = tok_text_append(text, block, n) ? 0 : ENOMEM;
+        if (text->n > MAX_FILE) err = EFBIG;
+    }
+    if (!err && ferror(f)) err = errno;
+    if (f) fclose(f);
+    return err;
+}
+
+// Adds the picture of a file to the user's next message. False: c->err says why it cannot.
+static bool add_image(Chat *c, const char *path) {
+    TokText file = { 0 };
+    char why[200];
+    int w, h, n;
+    const int err = load_bytes(path, &file);
+    if (err) snprintf(why, sizeof why, "%s", strerror(err));
+    const bool ok = !err && picture_part(session_model(c->s), (TokStr){ file.s, file.n }, &c->images, &w, &h, &n, why,
+                                         sizeof why);
+    if (ok) fprintf(stderr, "# image: %s, %d x %d pixels, %d tokens\n", path, w, h, n);
+    else snprintf(c->err, sizeof c->err, "%.200s: %s", path, why);
+    tok_text_free(&file);
+    return ok;
+}
+
+// Adds a message of the user, after the images that were added for it.
+static void add_user_message(Chat *c, TokStr text) {
+    if (!c->images.n) {
+        if (tok_add_message(&c->messages, "user", text) < 0) die("out of memory for a conversation");
+        return;
+    }
+    TokText m = { 0 };
+    append_text(&m, "{\"role\":\"user\",\"content\":[");
+    if (!tok_text_append(&m, c->images.s + 1, c->images.n - 1)) die("out of memory for a conversation");
+    append_text(&m, ",{\"type\":\"text\",\"text\":");
+    if (tok_add_json_string(&m, text) < 0) die("out of memory for a conversation");
+    append_text(&m, "}]}");
+    append_message(&c->messages, (TokStr){ m.s, m.n });
+    c->images.n = 0;
+    tok_text_free(&m);
+}
+
+// The prompt that shows the messages from number first to end, counted without the system message. pictures: those in
+// it, for pictures_free(); NULL: not wanted. < 0: t->err says why.
+static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids, PromptPictures *pictures) {
     TokText shown = { 0 };
+    TokPictures at = { 0 };
+    PromptPictures in = { 0 };
     copy_messages(&c->messages, true, first, end, &shown);
-    const TokChat chat = { .messages = { shown.s, shown.n }, .tools = c->tools, .think = c->think, .add_cue = cue };
+    const TokChat chat = { .messages = { shown.s, shown.n }, .tools = c->tools, .think = c->think, .add_cue = cue,
+                           .pictures = &at };
     ids->n = 0;
     Tokenizer *t = session_tokenizer(c->s);
     int status = tok_chat(t, &chat, ids, NULL);
+    if (!status && !place_pictures(session_model(c->s), t, &at, ids, NULL, &in, t->err, sizeof t->err)) status = -1;
     tok_text_free(&shown);
+    tok_pictures_free(&at);
+    if (pictures) *pictures = in;
+    else pictures_free(&in);
     if (status || !cue || c->options.think_budget) return status;
     TokReply open = { 0 };                             // if the cue opens a thought, closes it
     tok_reply_start(t, &open, ids->ids, ids->n);
@@ -97,14 +156,15 @@ static size_t context_of(const Chat *c) { return (size_t)model_options(session_m
 // The conversation no longer fits: skips its oldest messages. What remains begins with a message of the user's and
 // fills at most half of the context; or it begins with the user's last message and fits at all. False: that does not
 // fit either.
-static bool skip_oldest(Chat *c, TokIds *ids) {
+static bool skip_oldest(Chat *c, TokIds *ids, PromptPictures *pictures) {
     const size_t n_ctx = context_of(c), n = count_messages(&c->messages, NULL), before = c->n_skipped;
     GgufJson rest = message_list(&c->messages), m;
     bool fits = false;
     for (size_t i = 0; !fits && gguf_json_next(&rest, NULL, &m); i += !is_system(&m)) {
         if (i <= c->n_skipped || !has_role(&m, "user")) continue;
         c->n_skipped = i;
-        if (render(c, i, n, true, ids) < 0) return false;
+        pictures_free(pictures);
+        if (render(c, i, n, true, ids, pictures) < 0) return false;
         fits = ids->n <= n_ctx / 2;
     }
     if (c->n_skipped == before || ids->n >= n_ctx) {
@@ -123,7 +183,7 @@ static bool compress_last(Chat *c, size_t n_messages, TokIds *ids, Prompt *p) {
     TokIds part = { 0 }, all = { 0 }, out = { 0 };
     const bool known = c->said.n && same_ids(&c->said, ids) == (int)c->said.n;
     const int from = known ? (int)c->said.n : 0;
-    if (n_messages) render(c, c->n_skipped, n_messages - 1, false, &part);
+    if (n_messages) render(c, c->n_skipped, n_messages - 1, false, &part, NULL);
     const int last = max_int(same_ids(&part, ids), from);              // where the last message begins
     for (size_t i = 0; known && i < c->shown.n; i++) push_id(t, &all, c->shown.ids[i]);
     for (size_t i = (size_t)from; i < ids->n; i++) push_id(t, &all, ids->ids[i]);
@@ -154,21 +214,23 @@ static bool answer(Chat *c) {
     TokIds ids = { 0 }, part = { 0 };
     const bool lossy = c->compressor.ratio > 0;
     Prompt p = { 0 };
-    bool ok = render(c, c->n_skipped, n, true, &ids) == 0;
+    PromptPictures pictures = { 0 };
+    bool ok = render(c, c->n_skipped, n, true, &ids, &pictures) == 0;
     if (!ok) snprintf(c->err, sizeof c->err, "%s", session_tokenizer(c->s)->err);
-    if (ok && lossy && render(c, c->n_skipped, n, false, &part) == 0) p.checkpoint_at = same_ids(&part, &ids);
+    if (ok && lossy && render(c, c->n_skipped, n, false, &part, NULL) == 0) p.checkpoint_at = same_ids(&part, &ids);
     if (ok && lossy) ok = compress_last(c, n, &ids, &p);
-    if (ok && ids.n > n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids))) {
+    if (ok && ids.n > n_ctx && !(c->options.shift && !lossy && skip_oldest(c, &ids, &pictures))) {
         snprintf(c->err, sizeof c->err, "context full: the conversation has %zu tokens, but the context only %zu; try "
                                         "-c %zu%s",
                  ids.n, n_ctx, ids.n + 512, c->options.shift || n < 2 ? "" : ", --context-shift or /clear");
         ok = false;
     }
+    ok = ok && compute_pictures(c->s, &c->rows, &ids, &pictures, &interrupted, c->err, sizeof c->err);
     if (ok) {
-        p.ids = ids.ids, p.n = (int)ids.n;
+        p.ids = ids.ids, p.n = (int)ids.n, p.pictures = pictures.places, p.n_pictures = pictures.n;
         p.score_seconds = lossy ? c->compressor.seconds : 0;
-        if (render(c, 0, 0, false, &part) == 0) p.n_head = same_ids(&part, &ids);
-        if (!lossy && (c->chatting || c->session) && render(c, c->n_skipped, n, false, &part) == 0)
+        if (render(c, 0, 0, false, &part, NULL) == 0) p.n_head = same_ids(&part, &ids);
+        if (!lossy && (c->chatting || c->session) && render(c, c->n_skipped, n, false, &part, NULL) == 0)
             p.checkpoint_at = same_ids(&part, &ids);
         const TokReply *reply = session_reply(c->s);
         ok = session_start(c->s, &p, &c->options) && print_answer(c->s, &c->show);
@@ -178,6 +240,7 @@ static bool answer(Chat *c) {
     }
     tok_ids_free(&ids);
     tok_ids_free(&part);
+    pictures_release(&c->rows, &pictures);
     return ok;
 }
 
@@ -232,6 +295,8 @@ static void chat_free(Chat *c) {
     tok_ids_free(&c->pending);
     tok_ids_free(&c->said);
     tok_ids_free(&c->shown);
+    tok_text_free(&c->images);
+    row_cache_free(&c->rows);
     close_scorer(&c->compressor);
 }
 
@@ -293,15 +358,7 @@ static void save_messages(const Chat *c, const char *path) {
 static bool load_messages(Chat *c, const char *path) {
     TokText text = { 0 };
     TokIds ids = { 0 };
-    char block[1 << 14];
-    FILE *f = fopen(path, "rb");
-    int err = f ? 0 : errno;
-    for (size_t n; !err && (n = fread(block, 1, sizeof block, f)) > 0; ) {
-        err = tok_text_append(&text, block, n) ? 0 : ENOMEM;
-        if (text.n > MAX_FILE) err = EFBIG;
-    }
-    if (!err && ferror(f)) err = errno;
-    if (f) fclose(f);
+    const int err = load_bytes(path, &text);
     if (err) snprintf(c->err, sizeof c->err, "/load: %s: %s", path, strerror(err));
     bool ok = !err;
     if (ok) {
@@ -332,13 +389,14 @@ static void print_stats(const Chat *c) {
 }
 
 typedef enum {
-    CMD_HELP, CMD_SYSTEM, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_SET, CMD_TEMP, CMD_THINK, CMD_SHOW,
-    CMD_VERBOSE, CMD_TOOL, CMD_EXIT
+    CMD_HELP, CMD_SYSTEM, CMD_IMAGE, CMD_SAVE, CMD_LOAD, CMD_CLEAR, CMD_STATS, CMD_RETRY, CMD_SET, CMD_TEMP, CMD_THINK,
+    CMD_SHOW, CMD_VERBOSE, CMD_TOOL, CMD_EXIT
 } Command;
 
 static const struct { const char *name, *value, *help; Command command; } commands[] = {
     { "/help", NULL, "list of commands", CMD_HELP },
     { "/system", "[TEXT]", "set the system prompt; without TEXT, remove it", CMD_SYSTEM },
+    { "/image", "FILE", "show the model a picture (PNG, JPEG, WebP, PPM) with the next message", CMD_IMAGE },
     { "/save", "FILE", "save the conversation as JSON, a list of messages as in the OpenAI API", CMD_SAVE },
     { "/load", "FILE", "replace the conversation with a saved one", CMD_LOAD },
     { "/clear", NULL, "clear the conversation; keep the system prompt", CMD_CLEAR },
@@ -466,11 +524,12 @@ static void save_command(const Chat *c, const char *path) {
     save_messages(c, path);
 }
 
-// /save and /load: ~ is the home directory.
+// /image, /save and /load: ~ is the home directory.
 static bool file_command(Chat *c, Command which, const char *value) {
     char *path = expand_home(value);
     bool ok = true;
     if (which == CMD_SAVE) save_command(c, path);
+    else if (which == CMD_IMAGE) ok = add_image(c, path);
     else ok = load_messages(c, path);
     if (ok && which == CMD_LOAD) {
         c->changed = true;
@@ -531,7 +590,7 @@ static bool command(Chat *c, char *line) {
         c->changed = true;
         fprintf(stderr, text.n ? "# system prompt set\n" : "# system prompt removed\n");
         break;
-    case CMD_SAVE: case CMD_LOAD: ok = file_command(c, *which, value); break;
+    case CMD_IMAGE: case CMD_SAVE: case CMD_LOAD: ok = file_command(c, *which, value); break;
     case CMD_CLEAR:
         keep_messages(&c->messages, true, 0);
         c->n_skipped = 0;
@@ -565,7 +624,7 @@ static void say(Chat *c, TokStr text) {
         fprintf(stderr, "# the model called a tool; answer with /tool RESULT, or /retry\n");
         return;
     }
-    if (tok_add_message(&c->messages, "user", text) < 0) die("out of memory for a conversation");
+    add_user_message(c, text);
     const bool ok = answer(c);
     c->changed = true;
     if (!ok) fprintf(stderr, "# %s\n", c->err);

@@ -330,7 +330,8 @@ static void check_greedy_flags(const Flags *f, bool chatting) {
         { has_penalties(f), "penalties" }, { f->biases.n > 0, "--logit-bias" },
         { f->stops.n > 0, "--stop" }, { f->grammar || f->grammar_file || f->schema || f->schema_file, "a grammar" },
         { f->tools || f->think, "--tools or --think" }, { f->session, "--session" }, { f->shift, "--context-shift" },
-        { f->ignore_eos, "--ignore-eos" }, { f->top_logits > 0, "--top-logits" }, { f->compress > 0, "--compress" },
+        { f->ignore_eos, "--ignore-eos" }, { f->images.n > 0, "--image" }, { f->top_logits > 0, "--top-logits" },
+        { f->compress > 0, "--compress" },
         { f->n_predict == 0, "-n 0" } };
     for (size_t i = 0; f->greedy && i < sizeof others / sizeof *others; i++)
         if (others[i].given) die("--greedy cannot be used with %s; try --temp 0", others[i].name);
@@ -344,9 +345,10 @@ static void check_generate_flags(const Flags *f, bool chatting) {
             f->session ? "--session" : f->shift ? "--context-shift" : "--dump");
     for (int i = 0; i < f->stops.n; i++)
         if (!*f->stops.text[i]) die("--stop: expected a text, got an empty one");
-    if (f->raw && (f->system || f->tools || f->think || f->chat_template || chatting))
+    if (f->raw && (f->system || f->tools || f->think || f->chat_template || f->images.n || chatting))
         die("%s cannot be used with --raw", f->system ? "--system" : f->tools ? "--tools" : f->think ? "--think" :
-            f->chat_template ? "--template" : "a chat");
+            f->chat_template ? "--template" : f->images.n ? "--image" : "a chat");
+    if (f->compress && f->images.n) die("--compress cannot be used with --image: only text has scores");
     if (f->think_budget > 0 && !f->think) die("--think-budget needs --think");
     if (f->session) check_session_path(f->session);
     if (!chatting && f->history) die("--history is an option of a chat; try -i");
@@ -401,7 +403,9 @@ static void answer_once(Chat *c, const TokIds *raw, const char *from) {
         if (c->shown.n < raw->n) p.n_original = (int)raw->n;
         p.ids = c->shown.ids, p.n = (int)c->shown.n, p.score_seconds = c->compressor.seconds;
     }
-    if (!c->raw && !answer(c)) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
+    const bool failed = !c->raw && !answer(c);
+    if (failed && interrupted) return;                 // while a picture was read
+    if (failed) die("%s%s%s", *c->err == '-' ? "" : from, *c->err == '-' ? "" : ": ", c->err);
     if (c->raw && !(session_start(s, &p, &c->options) && print_answer(s, &c->show)))
         die("%s: %s", from, session_error(s));
     if (!c->raw && count_messages(&c->messages, NULL) == n) keep_messages(&c->messages, true, n - 1);  // no answer
@@ -507,9 +511,9 @@ static void conversation_prompt(Chat *c, const Flags *f, const char *text, size_
     if (f->system) set_system(c, (TokStr){ f->system, strlen(f->system) });
     if (!c->chatting && calls_waiting(&c->messages, &id))
         die("--session: %s: the model called a tool; answer with /tool RESULT in a chat; try -i", f->session);
-    if (!c->chatting && tok_add_message(&c->messages, "user", (TokStr){ text, n }) < 0)
-        die("%s: out of memory for a prompt of %zu bytes", from, n);
-    if (render(c, 0, 1, true, ids) == 0) return;
+    for (int i = 0; i < f->images.n; i++) if (!add_image(c, f->images.text[i])) die("--image: %s", c->err);
+    if (!c->chatting) add_user_message(c, (TokStr){ text, n });
+    if (render(c, 0, 1, true, ids, NULL) == 0) return;
     if (!strncmp(t->err, "tools", 5)) die("--tools: %s: %s", f->tools, t->err);
     die("%s: %s", from, t->err);
 }
@@ -762,6 +766,11 @@ static ModelOptions plan_options(const Flags *f) {
     o.pflash_from = o.pflash_density ? 0 : (int)f->pflash_from;
     o.untied = is_choice(f->kv_layout, "untied");
     o.place = tensor_places(f);
+    struct stat st;
+    const bool own = f->projector ? !stat(f->projector, &st) && S_ISDIR(st.st_mode) : f->images.n > 0;
+    o.projector = own ? "" : f->projector;
+    o.image_tokens = f->image_tokens ? atoi(f->image_tokens) : 0;
+    if (f->image_tokens && !o.projector) die("--image-tokens needs --mmproj or --image");
     return o;
 }
 

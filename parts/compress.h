@@ -101,6 +101,11 @@ static bool is_long(const Compressor *c, int n) { return n >= (c->from ? c->from
 // the others, if they are at least c->from, the part that the ratio says, and the marks between messages. s is the
 // target's session; it keeps only tokens that it shares with the prompt. False: c->err says why it cannot.
 static bool compress_prompt(Compressor *c, Session *s, const int32_t *ids, int n, int first, TokIds *out) {
+    for (int i = 0; i < n; i++) {
+        if (ids[i] >= 0) continue;
+        snprintf(c->err, sizeof c->err, "--compress: a prompt with images cannot be compressed");
+        return false;
+    }
     Model *target = session_model(s);
     Tokenizer *t = session_tokenizer(s);
     const int n_ctx = model_options(target)->n_ctx;

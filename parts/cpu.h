@@ -4,7 +4,7 @@
  * cpu_<op>; parallel() divides its rows or columns among the threads. Weights are read in place from the mapped file.
  * Begin with cpu_ops(), the table at the end.
  * One file defines CPU_IMPLEMENTATION before it includes this one, and so gets the bodies.
- *   [1] Memory    [2] Building blocks    [3] Body    [4] Cache    [5] Output */
+ *   [1] Memory    [2] Building blocks    [3] Body    [4] Cache    [5] Images    [6] Output */
 #ifndef CPU_H
 #define CPU_H
 
@@ -598,12 +598,13 @@ static void cpu_ple_inject(const PleInject *o) {
     parallel(n_tiles, chunk_size(n_tiles, 1), ple_inject_tiles, &job);
 }
 
-static void cpu_close(const Close *o) {
-    for (int r = 0; r < o->n_rows; r++) {
-        prepare_row(&o->in, r, o->cols, cpu.y.f);
-        if (o->out) memcpy(o->out + (size_t)r * o->cols, cpu.y.f, (size_t)o->cols * sizeof(float));
-    }
+static void close_rows(const void *task, int first, int end) {
+    const Close *o = task;
+    for (int r = first; r < end; r++)
+        prepare_row(&o->in, (size_t)r, o->cols, (o->out ? o->out : cpu.y.f) + (size_t)r * (size_t)o->cols);
 }
+
+static void cpu_close(const Close *o) { parallel(o->n_rows, chunk_size(o->n_rows, 1), close_rows, o); }
 
 static void cpu_gather_rows(const GatherRows *o) {
     for (int r = 0; r < o->n_rows; r++)
@@ -842,6 +843,7 @@ typedef struct {              // rows of one segment, at most TILE_QUERIES, and 
     const Segment *seg;
     int n, len;
     int first[TILE_QUERIES];            // the lowest position that row i sees
+    int n_own[TILE_QUERIES];            // row i sees only the first n_own rows of the segment
     int before_tail[TILE_QUERIES];      // row i reads positions up to this one from k and v, later ones from the tail
     int lowest, end;          // every row sees only keys of lowest .. end - 1
     int min_before_tail, max_before_tail;
@@ -911,7 +913,7 @@ static void attend_own(OnlineSoftmax *s, const VisibleKeys *v, const Cache *c, b
         for (int i = 0; i < v->n; i++) {               // bits low .. high - 1
             const int at = v->len + k, after = v->before_tail[i] + 1;
             const int low = max_int((is_tail ? max_int(v->first[i], after) : v->first[i]) - at, 0);
-            const int high = min_int(v->row[i].index + 1 - k, is_tail ? INT_MAX : after - at);
+            const int high = min_int(v->n_own[i] - k, is_tail ? INT_MAX : after - at);
             visible[i] = tree ? (uint32_t)(path[i] >> k) : all || low < 32 ? ~(uint32_t)0 << (all ? 0 : low) : 0;
             if (!all && high < 32) visible[i] &= high > 0 ? ((uint32_t)1 << high) - 1 : 0;
             any |= visible[i] &= selected;
@@ -931,13 +933,13 @@ static VisibleKeys visible_keys(const Attend *o, int r, int n_rows, int g) {
     v.lowest = v.min_before_tail = v.end = v.len;
     for (int i = 0; i < n_rows; i++) {
         const int pos = v.len + row[i].depth;
-        const int n_own = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : row[i].index + 1;
+        v.n_own[i] = o->own == OWN_NONE ? 0 : o->own == OWN_ALL ? seg->n : rows_in_sight(&row[i], seg, o->window);
         v.first[i] = o->window ? max_int(0, pos - o->window + 1) : 0;
         v.before_tail[i] = v.uses_tail ? max_int(-1, pos - c->tail_reach) : INT_MAX - 1;
         v.lowest = min_int(v.lowest, v.first[i]);
         v.min_before_tail = min_int(v.min_before_tail, v.before_tail[i]);
         v.max_before_tail = max_int(v.max_before_tail, v.before_tail[i]);
-        v.end = max_int(v.end, v.len + n_own);
+        v.end = max_int(v.end, v.len + v.n_own[i]);
     }
     const size_t list = (size_t)(r / SELECT_ROWS) * c->n_kv_heads + g;
     if (o->blocks && o->blocks->n[list] >= 0) {
@@ -1322,7 +1324,197 @@ static void cpu_kv_copy(const KvCopy *o) {
     }
 }
 
-// ==== [5] Output ====================================================================================================
+// ==== [5] Images ====================================================================================================
+
+static void clamp_rows(const void *task, int first, int end) {
+    const Clamp *o = task;
+    const float lo = o->range.lo, hi = o->range.hi;
+    for (size_t i = (size_t)first * (size_t)o->cols; i < (size_t)end * (size_t)o->cols; i++) {
+        const float x = o->x[i], raised = x < lo ? lo : x;
+        o->out[i] = raised > hi ? hi : raised;
+    }
+}
+
+static void cpu_clamp(const Clamp *o) { parallel(o->n_rows, chunk_size(o->n_rows, 1), clamp_rows, o); }
+
+static void gelu_product_rows(const void *task, int first, int end) {
+    enum { PART = 64 };
+    const GeluProduct *o = task;
+    const size_t last = (size_t)end * (size_t)o->cols;
+    float v[PART];
+    for (size_t i = (size_t)first * (size_t)o->cols, n; i < last; i += n) {
+        n = last - i < PART ? last - i : PART;
+        memcpy(v, o->gate + i, n * sizeof *v);
+        activate(ACT_GELU, v, (int)n);
+        for (size_t j = 0; j < n; j++) o->out[i + j] = v[j] * o->up[i + j];
+    }
+}
+
+static void cpu_gelu_product(const GeluProduct *o) {
+    parallel(o->n_rows, chunk_size(o->n_rows, 1), gelu_product_rows, o);
+}
+
+static void layer_norm_rows(const void *task, int first, int end) {
+    const LayerNorm *o = task;
+    const int n = o->cols;
+    for (int r = first; r < end; r++) {
+        const size_t at = (size_t)r * (size_t)n;
+        float *out = o->out + at;
+        double sum = 0, squares = 0;
+        for (int i = 0; i < n; i++) {
+            out[i] = o->x[at + i] + (o->add ? o->add[i] : 0) + (o->add_rows ? o->add_rows[at + i] : 0);
+            sum += out[i];
+        }
+        const double mean = sum / n;
+        for (int i = 0; i < n; i++) squares += (out[i] - mean) * (out[i] - mean);
+        const float center = (float)mean, scale = (float)(1 / sqrt(squares / n + o->eps));
+        for (int i = 0; i < n; i++) out[i] = o->w[i] * ((out[i] - center) * scale) + o->bias[i];
+    }
+}
+
+static void cpu_layer_norm(const LayerNorm *o) { parallel(o->n_rows, chunk_size(o->n_rows, 1), layer_norm_rows, o); }
+
+static void rope_2d_rows(const void *task, int first, int end) {
+    const Rope2d *o = task;
+    const int hd = o->head_dim, n = hd / 4, heads = o->n_heads;
+    float cosine[2][MAX_IMAGE_HEAD_DIM / 4], sine[2][MAX_IMAGE_HEAD_DIM / 4];
+    for (int r = first; r < end; r++) {
+        for (int i = 0; i < 2 * n; i++) {
+            const double angle = o->pos[2 * r + i / n] * o->inv_freq[i % n];
+            cosine[i / n][i % n] = (float)cos(angle);
+            sine[i / n][i % n] = (float)sin(angle);
+        }
+        for (int h = 0; h < heads; h++) {
+            const size_t at = ((size_t)r * (size_t)heads + (size_t)h) * (size_t)hd;
+            rms_norm(o->q + at, o->q + at, o->w_q, hd, o->eps);
+            rms_norm(o->k + at, o->k + at, o->w_k, hd, o->eps);
+            rms_norm(o->v + at, o->v + at, NULL, hd, o->eps);
+            for (int axis = 0; axis < 2; axis++) {
+                rope_rotate(o->q + at + axis * 2 * n, n, n, cosine[axis], sine[axis]);
+                rope_rotate(o->k + at + axis * 2 * n, n, n, cosine[axis], sine[axis]);
+            }
+        }
+    }
+}
+
+static void cpu_rope_2d(const Rope2d *o) { parallel(o->n_rows, chunk_size(o->n_rows, 1), rope_2d_rows, o); }
+
+// Attention of one head: IMAGE_QUERIES queries at a time meet IMAGE_KEYS keys at a time. Queries, scores and outputs
+// are columns, so that all loops run over the queries: every vector holds one number of each query, and no query's
+// result depends on the others.
+enum { IMAGE_QUERIES = 64, IMAGE_KEYS = 64 };
+
+typedef struct {
+    float q[MAX_IMAGE_HEAD_DIM][IMAGE_QUERIES], out[MAX_IMAGE_HEAD_DIM][IMAGE_QUERIES];
+    float p[IMAGE_KEYS][IMAGE_QUERIES];                // scores, then exp(score - max)
+    float max[IMAGE_QUERIES], sum[IMAGE_QUERIES];      // largest score so far; sum of exp(score - max)
+} ImageQueries;
+
+// c (m, IMAGE_QUERIES) += a b with b (k, IMAGE_QUERIES); element (i, j) of a is a[i * row + j * step].
+static void add_tile_product(float (*c)[IMAGE_QUERIES], const float *a, size_t row, size_t step, int m,
+                             float (*b)[IMAGE_QUERIES], int k) {
+    for (int i = 0; i < m; i += 4) {                   // four rows at a time; the last row again, if there are fewer
+        int at[4];
+        for (int r = 0; r < 4; r++) at[r] = min_int(i + r, m - 1);
+        const float *a0 = a + (size_t)at[0] * row, *a1 = a + (size_t)at[1] * row;
+        const float *a2 = a + (size_t)at[2] * row, *a3 = a + (size_t)at[3] * row;
+        for (int j = 0; j < IMAGE_QUERIES; j += 2 * LANES) {
+            Vector sum[4][2];
+            for (int r = 0; r < 4; r++) memcpy(sum[r], c[at[r]] + j, sizeof sum[r]);
+            for (int n = 0; n < k; n++) {
+                const Vector *x = (const Vector *)(b[n] + j);
+                const size_t s = (size_t)n * step;
+                sum[0][0] += a0[s] * x[0];
+                sum[0][1] += a0[s] * x[1];
+                sum[1][0] += a1[s] * x[0];
+                sum[1][1] += a1[s] * x[1];
+                sum[2][0] += a2[s] * x[0];
+                sum[2][1] += a2[s] * x[1];
+                sum[3][0] += a3[s] * x[0];
+                sum[3][1] += a3[s] * x[1];
+            }
+            for (int r = 0; r < 4; r++) memcpy(c[at[r]] + j, sum[r], sizeof sum[r]);
+        }
+    }
+}
+
+// Adds n keys to the softmax of all queries: k and v are the head's columns of their rows, `stride` floats apart.
+static void attend_image_keys(ImageQueries *s, const float *k, const float *v, size_t stride, int n, int hd,
+                              float scale) {
+    float max[IMAGE_QUERIES], shrink[IMAGE_QUERIES];
+    memset(s->p, 0, (size_t)n * sizeof s->p[0]);
+    add_tile_product(s->p, k, stride, 1, n, s->q, hd);
+    memcpy(max, s->max, sizeof max);
+    for (int j = 0; j < n; j++)
+        for (int i = 0; i < IMAGE_QUERIES; i++) {
+            s->p[j][i] *= scale;
+            max[i] = s->p[j][i] > max[i] ? s->p[j][i] : max[i];
+        }
+    for (int i = 0; i < IMAGE_QUERIES; i++) {
+        shrink[i] = exp_of(s->max[i] - max[i]);        // 0 the first time: s->max is -inf
+        s->max[i] = max[i];
+        s->sum[i] *= shrink[i];
+    }
+    for (int j = 0; j < n; j++)
+        for (int i = 0; i < IMAGE_QUERIES; i++) {
+            s->p[j][i] = exp_of(s->p[j][i] - max[i]);
+            s->sum[i] += s->p[j][i];
+        }
+    for (int d = 0; d < hd; d++)
+        for (int i = 0; i < IMAGE_QUERIES; i++) s->out[d][i] *= shrink[i];
+    add_tile_product(s->out, v, 1, stride, hd, s->p, n);
+}
+
+static void attend_image_tiles(const void *task, int begin, int end) {         // a tile: queries of one head
+    const AttendAll *o = task;
+    const int hd = o->head_dim, tiles = (o->n_rows + IMAGE_QUERIES - 1) / IMAGE_QUERIES;
+    const size_t stride = (size_t)o->n_heads * (size_t)hd;
+    ImageQueries s;
+    for (int tile = begin; tile < end; tile++) {
+        const size_t head = (size_t)(tile / tiles) * (size_t)hd;
+        const int first = tile % tiles * IMAGE_QUERIES, n = min_int(IMAGE_QUERIES, o->n_rows - first);
+        memset(&s, 0, sizeof s);
+        for (int i = 0; i < IMAGE_QUERIES; i++) s.max[i] = -INFINITY;
+        for (int i = 0; i < n; i++)
+            for (int d = 0; d < hd; d++) s.q[d][i] = o->q[(size_t)(first + i) * stride + head + (size_t)d];
+        for (int j = 0; j < o->n_rows; j += IMAGE_KEYS) {
+            const size_t at = (size_t)j * stride + head;
+            attend_image_keys(&s, o->k + at, o->v + at, stride, min_int(IMAGE_KEYS, o->n_rows - j), hd, o->scale);
+        }
+        for (int i = 0; i < n; i++)
+            for (int d = 0; d < hd; d++)
+                o->out[(size_t)(first + i) * stride + head + (size_t)d] = s.out[d][i] / s.sum[i];
+    }
+}
+
+static void cpu_attend_all(const AttendAll *o) {
+    if (o->head_dim > MAX_IMAGE_HEAD_DIM) die("attend_all: heads of %d values are not supported", o->head_dim);
+    parallel(o->n_heads * ((o->n_rows + IMAGE_QUERIES - 1) / IMAGE_QUERIES), 1, attend_image_tiles, o);
+}
+
+static void pool_rows(const void *task, int first, int end) {          // of the output
+    const Pool *o = task;
+    const int side = o->side, cols = o->cols, width = o->w / side;
+    const float count = (float)(side * side);
+    for (int r = first; r < end; r++) {
+        float *out = o->out + (size_t)r * (size_t)cols;
+        memset(out, 0, (size_t)cols * sizeof *out);
+        for (int k = 0; k < side * side; k++) {
+            const int y = r / width * side + k / side, x = r % width * side + k % side;
+            const float *from = o->x + ((size_t)y * (size_t)o->w + (size_t)x) * (size_t)cols;
+            for (int i = 0; i < cols; i++) out[i] += from[i];
+        }
+        for (int i = 0; i < cols; i++) out[i] = o->factor * (out[i] / count);
+        for (int i = 0; o->sub && i < cols; i++) out[i] = (out[i] - o->sub[i]) * o->mul[i];
+    }
+}
+
+static void cpu_pool(const Pool *o) {
+    const int n = o->w / o->side * (o->h / o->side);
+    parallel(n, chunk_size(n, 1), pool_rows, o);
+}
+
+// ==== [6] Output ====================================================================================================
 
 // Candidates are ordered by descending key: descending logit, then ascending id. No two keys are equal.
 static uint64_t candidate_key(float logit, int32_t id) {
@@ -1628,7 +1820,9 @@ const Ops *cpu_ops(void) {
         .ple_inject = cpu_ple_inject,
         .close = cpu_close, .gather_rows = cpu_gather_rows, .qkv_store = cpu_qkv_store,
         .block_select = cpu_block_select, .attn_mass = cpu_attn_mass, .attend = cpu_attend,
-        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy, .head = cpu_head, .logprob = cpu_logprob,
+        .kv_commit = cpu_kv_commit, .kv_copy = cpu_kv_copy,
+        .clamp = cpu_clamp, .gelu_product = cpu_gelu_product, .layer_norm = cpu_layer_norm, .rope_2d = cpu_rope_2d,
+        .attend_all = cpu_attend_all, .pool = cpu_pool, .head = cpu_head, .logprob = cpu_logprob,
         .sample = cpu_sample, .verify_walk = cpu_verify_walk, .head_centroid = cpu_head_centroid
     };
     return &ops;

@@ -9,7 +9,8 @@
  * ERRORS   Bad files and options end the process with one line while a model is opened. Later a function that fails
  *          returns false or -1, and session_error() says why.
  *   [1] A model    [2] Drafts    [3] Prompts, answers, events    [4] Sessions
- *   [5] Sessions in files    [6] Scores of tokens    [7] Lists of ids, texts, logits */
+ *   [5] Sessions in files    [6] Scores of tokens    [7] Pictures
+ *   [8] Lists of ids, texts, logits */
 #ifndef ENGINE_H
 #define ENGINE_H
 
@@ -54,6 +55,8 @@ typedef struct {
     bool   lazy_draft;        // its weights have room, but are uploaded when it drafts first
     int    draft_width;       // candidates for each token that it drafts; 1: chains
     int    draft_depth;       // most tokens that it drafts at once
+    const char *projector;    // file of an image tower (mmproj); "": the one in the model's folder; NULL: no images
+    int    image_tokens;      // soft rows of the largest picture; 0: 280
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
     const char *place;        // where matrices lie, "REGEX=CPU,REGEX=GPU,..", as -ot has it; NULL: the plan decides
     size_t host_memory;       // bytes of host memory that the caller needs; they count if the device shares that memory
@@ -66,6 +69,7 @@ typedef struct {              // bytes
     size_t from_host;         // of these, what a token reads
     size_t kv_global, kv_rings, staging, activations, scratch;
     size_t drafter;           // its weights, if the backend keeps them itself, and its activations and caches
+    size_t vision;            // likewise of the image tower
 } MemoryPlan;
 
 typedef struct {              // what the file says of the model
@@ -135,6 +139,20 @@ API void measure_pace(Model *m, Tokenizer *t, const Drafting *how);
 
 // ==== [3] Prompts, answers, events ==================================================================================
 
+// A picture in a prompt is n rows that take the place of embeddings. At its places the ids of the prompt are
+// picture_id(), which are below -1. So equal ids are equal pictures, and whoever compares ids, or keeps them in memory
+// or in a file, needs to know nothing of pictures. Text must follow a picture.
+typedef struct {
+    int          first, n;    // ids[first] .. ids[first + n - 1]
+    const float *rows;        // (n, dim) of the model, read until the prompt has run; NULL: the session keeps them
+} Picture;
+
+// The id at the place of row i of a picture. hash: of all that its rows depend on.
+static inline int32_t picture_id(uint64_t hash, int i) {
+    const uint64_t z = (hash + ((uint64_t)i + 1) * 0x9E3779B97F4A7C15u) * 0xBF58476D1CE4E5B9u;
+    return -2 - (int32_t)((z ^ z >> 31) >> 34);
+}
+
 typedef struct {
     const int32_t *ids;       // (n), n >= 1
     int            n;
@@ -143,6 +161,8 @@ typedef struct {
                                        // after them; 0: not known
     int            n_original;         // tokens before the prompt was compressed; 0: it was not
     double         score_seconds;      // that this took: they count as time of the prompt
+    const Picture *pictures;           // (n_pictures) in the order of their places; all ids below 0 are theirs
+    int            n_pictures;
 } Prompt;
 
 typedef struct {              // how to answer
@@ -215,6 +235,7 @@ typedef struct {
 
 API Session *session_open(Model *m, Tokenizer *t, int seq);          // seq: 0 .. n_seqs - 1, a slot without a session
 API void session_close(Session *s);
+API int session_keeps(const Session *s, const int32_t *ids, int n);  // tokens of a prompt that need not run again
 API bool session_start(Session *s, const Prompt *p, const AnswerOptions *o);           // begins to answer
 API void session_next(Session *s, Event *e);                         // until EVENT_END
 // session_next() of n different sessions of one model at once: they share steps.
@@ -294,7 +315,48 @@ API void scorer_check(const char *file, Model *target);              // dies if 
 // else.
 API void score_prompt(Session *s, Model *scorer, const int32_t *ids, int n, int first, float *score);
 
-// ==== [7] Lists of ids, texts, logits ===============================================================================
+// ==== [7] Pictures ==================================================================================================
+// From the parts of a message to a Prompt. tok_chat() says where pictures stand; place_pictures() reads their headers,
+// so a prompt can be compared and counted before a picture is decoded; compute_pictures() decodes and runs the tower.
+
+typedef struct {              // a picture of a prompt
+    uint64_t hash;            // of the bytes of its file, its number of tokens and the tower
+    int      w, h, n;         // pixels in which the tower sees it; tokens
+    TokText  file;            // those bytes
+} PictureFile;
+
+typedef struct {              // the pictures of a prompt, in the order of their places; start with {0}
+    int          n;
+    Picture     *places;      // (n) for Prompt.pictures; rows are NULL until compute_pictures()
+    PictureFile *files;       // (n)
+} PromptPictures;
+
+typedef struct {              // rows of pictures that were computed, the newest last; start with {0}
+    struct KnownRows *of;     // (n)
+    int    n, room;
+    size_t bytes;
+} RowCache;
+
+// Appends ", " and the part of a message that is this picture, as in the OpenAI API; sets *w and *h to its size and *n
+// to its tokens. Returns false and writes one line to err if the file is no picture, or no tower is loaded.
+API bool picture_part(Model *m, TokStr file, TokText *parts, int *w, int *h, int *n, char *err, size_t err_size);
+// What the rows of a picture depend on besides the picture; 0: no tower is loaded. Call it once before other threads
+// call place_pictures().
+API uint64_t tower_hash(Model *m);
+// Puts the ids of pictures to their places in a prompt that tok_chat() has made; *before_cue, unless NULL, is moved
+// with them. Returns false and writes one line to err if a picture cannot be read; then *out is empty. Any thread.
+API bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue,
+                        PromptPictures *out, char *err, size_t err_size);
+// Computes the rows of those pictures of a prompt (ids) that a session will not keep, if they are not known yet. They
+// stay until pictures_release(). Returns false and writes one line to err if it cannot, or if *stop is set meanwhile;
+// stop NULL: it is never set.
+API bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPictures *p,
+                          const volatile sig_atomic_t *stop, char *err, size_t err_size);
+API void pictures_release(RowCache *c, PromptPictures *p);           // frees p; c may now forget its rows
+API void pictures_free(PromptPictures *p);             // of a prompt whose rows were not computed
+API void row_cache_free(RowCache *c);
+
+// ==== [8] Lists of ids, texts, logits ===============================================================================
 
 // Appends an id. Dies if memory is out.
 static inline void push_id(Tokenizer *t, TokIds *ids, int32_t id) {

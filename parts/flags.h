@@ -68,6 +68,7 @@ typedef struct {
     const char *k_types, *v_types, *drafters;   // bench, sweep: lists of words
     const char *draft_maxes, *trees;            // sweep: lists of numbers
     TextList pairs;
+    const char *projector, *image_tokens;
     const char *fill, *svg, *scorer, *card, *backend, *kind;
     const char *prompt_list, *csv;              // eval
     double n_prompts;
@@ -78,7 +79,7 @@ typedef struct {
     double n_predict, n_ctx, n_threads, temperature, top_k, top_p, min_p, repeat, presence, frequency, seed, top_logits;
     double think_budget, memory, n_cpu_moe, tail, draft_max, draft_min_p, tree;
     double pflash, pflash_from, pflash_density, n_needles, compress, compress_from, last;
-    TextList biases, stops, origins, places;
+    TextList biases, stops, origins, places, images;
     bool cpu_moe;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
         lazy_draft;
@@ -115,6 +116,13 @@ static const Flag flags[] = {
     { "-f", "--file", "FILE", FLAG_TEXT, GENERATE | TOKENIZE | PPL, FIELD(prompt_file), 0, 0,
       "read the prompt (ppl: the text) from this file, - for standard input; with -p: added after an empty line; "
       "default: none" },
+    { "--image", NULL, "FILE", FLAG_LIST, GENERATE, FIELD(images), 0, 0,
+      "show the model this picture (PNG, JPEG, WebP, PPM) before the prompt; may be repeated; default: none" },
+    { "--mmproj", "-mm", "FILE", FLAG_TEXT, GENERATE | SERVE | PLAN, FIELD(projector), 0, 0,
+      "the model's image tower, a GGUF file (mmproj); a folder: the tower in the model's own Hugging Face folder; "
+      "default: with --image that one, else none" },
+    { "--image-tokens", NULL, "70|140|280|560|1120", FLAG_CHOICE, GENERATE | SERVE | PLAN, FIELD(image_tokens), 0, 0,
+      "tokens that a picture gets at most; more show finer detail; default: 280" },
     { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE | EVAL, FIELD(system), 0, 0,
       "system prompt; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
@@ -502,8 +510,15 @@ static const Foreign foreign[] = {
       "gemma4 opens files only; ./run.sh --fetch NAME downloads a model" },
     { REFUSED, "--lora --lora-scaled --control-vector --control-vector-scaled", "V", NULL,
       "adapters are not supported; merge the adapter into the model, then convert that" },
-    { REFUSED, "-mm --mmproj -mmu --mmproj-url --image --audio", "V", NULL,
-      "images and sound are not supported" },
+    { REFUSED, "-mmu --mmproj-url", "V", NULL,
+      "gemma4 opens files only; download it, then --mmproj FILE" },
+    { NEEDLESS, "--no-mmproj --mmproj-auto --no-mmproj-auto", NULL, NULL,
+      "an image tower is loaded only with --mmproj or --image" },
+    { NEEDLESS, "--mmproj-offload --no-mmproj-offload", NULL, NULL,
+      "the image tower runs where the model does" },
+    { REFUSED, "--image-min-tokens --image-max-tokens", "N", NULL,
+      "a picture has one of five sizes: --image-tokens 70, 140, 280, 560 or 1120" },
+    { REFUSED, "--audio", "V", NULL, "sound is not supported" },
     { REFUSED, "--mirostat", "N", "0",
       "not supported; --temp, --top-k, --top-p and --min-p shape the sampling" },
     { NEEDLESS, "--mirostat-lr --mirostat-ent --dry-base --dry-allowed-length --dry-penalty-last-n "

@@ -1,7 +1,8 @@
-/* folder.h - reads a Hugging Face folder as if it were a GGUF file: open_folder().
+/* folder.h - reads a Hugging Face folder as if it were a GGUF file: open_folder(), and its image tower:
+ * open_folder_vision().
  *
  * Uses base.h and gguf.h. Begin with open_folder().
- *   [1] Strings of a file    [2] Hugging Face folders */
+ *   [1] Strings of a file    [2] Hugging Face folders    [3] Image towers of folders */
 #ifndef FOLDER_H
 #define FOLDER_H
 
@@ -1009,15 +1010,20 @@ static bool hf_has_ple(const Gguf *st) {
     return false;
 }
 
-// Opens a folder as a GGUF file. path: the folder, one of its *.safetensors, or the index of these.
-static void open_folder(Gguf *g, const char *path) {
-    char folder[4096], config_path[4096 + 16];
+// Finds the folder of a path: the folder itself, one of its *.safetensors, or the index of these.
+static void find_folder(const char *path, char folder[4096]) {
     struct stat st;
-    if ((size_t)snprintf(folder, sizeof folder, "%s", path) >= sizeof folder) die("%s: expected a shorter path", path);
+    if ((size_t)snprintf(folder, 4096, "%s", path) >= 4096) die("%s: expected a shorter path", path);
     if (stat(path, &st)) die("%s: %s", path, strerror(errno));
     char *slash = strrchr(folder, '/');
     if (!S_ISDIR(st.st_mode) && slash) slash[slash == folder] = 0;
     else if (!S_ISDIR(st.st_mode)) strcpy(folder, ".");
+}
+
+// Opens a folder as a GGUF file. path: the folder, one of its *.safetensors, or the index of these.
+static void open_folder(Gguf *g, const char *path) {
+    char folder[4096], config_path[4096 + 16];
+    find_folder(path, folder);
     snprintf(config_path, sizeof config_path, "%s/config.json", folder);
 
     Gguf tensors;
@@ -1047,6 +1053,188 @@ static void open_folder(Gguf *g, const char *path) {
     gguf_writer_free(&w);
     free(data);
     free(config);
+}
+
+// ==== [3] Image towers of folders ====================================================================================
+// The tower is in the same safetensors as the text model. It becomes the second GGUF file that llama.cpp's converter
+// would write (mmproj), with one difference: columns of the patch matrix keep their order (y, x, channel), since no
+// value of a matrix is moved. parts/vision.h brings those of GGUF files into that order.
+
+// Names in Hugging Face and GGUF files: of tensors outside the layers, and of modules of a layer.
+static const struct { const char *hf, *gguf; } hf_vision_names[] = {
+    { "vision_tower.patch_embedder.input_proj.weight", "v.patch_embd.weight" },
+    { "vision_tower.patch_embedder.position_embedding_table", "v.position_embd.weight" },
+    { "vision_tower.std_bias", "v.std_bias" }, { "vision_tower.std_scale", "v.std_scale" },
+    { "vision_embedder.patch_dense.weight", "v.patch_embd.weight" },
+    { "vision_embedder.patch_dense.bias", "v.patch_embd.bias" },
+    { "vision_embedder.patch_ln1.weight", "v.patch_norm.1.weight" },
+    { "vision_embedder.patch_ln1.bias", "v.patch_norm.1.bias" },
+    { "vision_embedder.patch_ln2.weight", "v.patch_norm.2.weight" },
+    { "vision_embedder.patch_ln2.bias", "v.patch_norm.2.bias" },
+    { "vision_embedder.pos_norm.weight", "v.patch_norm.3.weight" },
+    { "vision_embedder.pos_norm.bias", "v.patch_norm.3.bias" },
+    { "vision_embedder.pos_embedding", "v.position_embd.weight" },
+    { "embed_vision.embedding_projection.weight", "mm.input_projection.weight" },
+}, hf_vision_modules[] = {
+    { "input_layernorm", "ln1" }, { "post_attention_layernorm", "attn_post_norm" },
+    { "pre_feedforward_layernorm", "ln2" }, { "post_feedforward_layernorm", "ffn_post_norm" },
+    { "self_attn.q_norm", "attn_q_norm" }, { "self_attn.k_norm", "attn_k_norm" }, { "self_attn.q_proj", "attn_q" },
+    { "self_attn.k_proj", "attn_k" }, { "self_attn.v_proj", "attn_v" }, { "self_attn.o_proj", "attn_out" },
+    { "mlp.gate_proj", "ffn_gate" }, { "mlp.up_proj", "ffn_up" }, { "mlp.down_proj", "ffn_down" },
+};
+
+// Writes the GGUF name of a tensor of the tower. False: it is of another part of the model. transformers writes other
+// names when it saves a unified model again, and some programs leave out ".linear".
+static bool hf_vision_name(GgufStr name, char out[64]) {
+    char s[256];
+    int l = 0, end = 0;
+    if (!hf_stem(name, s)) return false;
+    cut_out(s, ".linear");
+    replace_start(s, "embed_vision.multimodal_embedder.", "embed_vision.");
+    replace_start(s, "embed_vision.patch_", "vision_embedder.patch_");
+    replace_start(s, "embed_vision.pos_", "vision_embedder.pos_");
+    for (size_t i = 0; i < sizeof hf_vision_names / sizeof *hf_vision_names; i++) {
+        if (strcmp(s, hf_vision_names[i].hf)) continue;
+        snprintf(out, 64, "%s", hf_vision_names[i].gguf);
+        return true;
+    }
+    if (sscanf(s, "vision_tower.encoder.layers.%4d.%n", &l, &end) != 1 || !end || l < 0) return false;
+    char *dot = strrchr(s + end, '.');
+    if (!dot) return false;
+    *dot = 0;
+    for (size_t i = 0; i < sizeof hf_vision_modules / sizeof *hf_vision_modules; i++) {
+        if (strcmp(s + end, hf_vision_modules[i].hf)) continue;
+        snprintf(out, 64, "v.blk.%d.%s.%.16s", l, hf_vision_modules[i].gguf, dot + 1);
+        return true;
+    }
+    return false;
+}
+
+// Dies if the tower asks for something that changes results and that this program does not do.
+static void hf_check_vision(const char *path) {
+    char folder[4096], config_path[4096 + 16];
+    HfRead read = { .n = 0 };
+    HfConfig c = { .path = config_path, .read = &read };
+    GgufJson v;
+    find_folder(path, folder);
+    snprintf(config_path, sizeof config_path, "%s/config.json", folder);
+    char *text = hf_read_config(folder, &c);
+    if (gguf_json_get(&c.root, "vision_config", &v) && v.type == GGUF_J_OBJECT) {
+        c.root = c.text = v;
+        hf_int(&c, "patch_size", 16, 16, 16);
+        hf_int(&c, "pooling_kernel_size", 3, 3, 3);
+        hf_check_neutral(&c);
+        if (hf_get(&c, "rope_parameters", &v) && v.type == GGUF_J_OBJECT &&
+            json_float(config_path, &v, "rope_theta", 100) != 100)
+            die_member(&c, "rope_parameters", "a rope_theta of 100", v);
+    }
+    free(text);
+}
+
+typedef struct { uint64_t dim, ffn_dim, head_dim, out_dim; uint32_t n_layers; bool unified; } HfTower;
+
+// Puts the keys of a mmproj file.
+static void hf_vision_keys(GgufWriter *w, const HfTower *t) {
+    const GgufStr type = t->unified ? (GgufStr){ "gemma4uv", 8 } : (GgufStr){ "gemma4v", 7 };
+    gguf_put_str(w, "general.architecture", (GgufStr){ "clip", 4 });
+    gguf_put_str(w, "general.type", (GgufStr){ "mmproj", 6 });
+    gguf_put_bool(w, "clip.has_vision_encoder", true);
+    gguf_put_str(w, "clip.vision.projector_type", type);
+    gguf_put_u32(w, "clip.vision.projection_dim", (uint32_t)t->out_dim);
+    gguf_put_u32(w, "clip.vision.patch_size", 16);
+    gguf_put_u32(w, "clip.vision.embedding_length", (uint32_t)t->dim);
+    gguf_put_u32(w, "clip.vision.feed_forward_length", (uint32_t)t->ffn_dim);
+    gguf_put_u32(w, "clip.vision.block_count", t->n_layers);
+    gguf_put_u32(w, "clip.vision.attention.head_count", t->head_dim ? (uint32_t)(t->dim / t->head_dim) : 0);
+    gguf_put_f32(w, "clip.vision.attention.layer_norm_epsilon", 1e-6f);
+}
+
+// Notes what the shapes of tensors say. name: of GGUF.
+static void hf_note_shape(HfTower *tower, const char *name, const GgufTensor *t) {
+    int l = 0;
+    if (!strcmp(name, "v.patch_embd.weight")) tower->dim = t->ne[1];
+    if (!strcmp(name, "v.blk.0.ffn_gate.weight")) tower->ffn_dim = t->ne[1];
+    if (!strcmp(name, "v.blk.0.attn_q_norm.weight")) tower->head_dim = t->ne[0];
+    if (!strcmp(name, "mm.input_projection.weight")) tower->out_dim = t->ne[1];
+    if (!strcmp(name, "v.patch_norm.1.weight")) tower->unified = true;
+    if (sscanf(name, "v.blk.%4d.", &l) == 1 && (uint32_t)l >= tower->n_layers) tower->n_layers = (uint32_t)l + 1;
+}
+
+// Returns the positions of a unified model, (n, 2, dim), as (2, n, dim), in private memory.
+static const uint8_t *hf_position_planes(Gguf *st, const GgufTensor *t, uint64_t ne[4]) {
+    const size_t n = t->ne[2], row = (size_t)gguf_block_bytes(t->type) * t->ne[0];
+    uint8_t *planes = gguf_private(st, t->size);
+    if (!planes) die_gguf(st);
+    for (size_t i = 0; i < 2 * n; i++) memcpy(planes + (i % 2 * n + i / 2) * row, t->data + i * row, row);
+    ne[1] = n;
+    ne[2] = 2;
+    return planes;
+}
+
+// Notes a tensor of the tower that has no name in hf_vision_names.
+static void hf_note_unknown(const Gguf *st, const GgufTensor *t) {
+    char s[256];
+    if (!hf_stem(t->name, s) || strstr(s, "rotary_emb") ||
+        (strncmp(s, "vision_tower.", 13) && strncmp(s, "vision_embedder.", 16) && strncmp(s, "embed_vision.", 13)))
+        return;
+    fprintf(stderr, "# note: %s: tensor '%s' of the image tower is not used\n", st->path, shown(t->name));
+}
+
+// Puts all tensors of the tower, and their bytes into data. Vectors, and scalars, become F32.
+static void hf_vision_tensors(Gguf *st, GgufWriter *w, const uint8_t **data, float *floats, HfTower *tower) {
+    static const char positions[] = ".pos_embedding";  // (n, 2, dim)
+    const size_t n_end = strlen(positions);
+    char name[64];
+    size_t n = 0;
+    for (size_t i = 0; i < st->n_tensors; i++) {
+        const GgufTensor *t = &st->tensors[i];
+        if (!hf_vision_name(t->name, name)) {
+            hf_note_unknown(st, t);
+            continue;
+        }
+        if (!t->size || (t->type != GGUF_F32 && t->type != GGUF_F16 && t->type != GGUF_BF16))
+            die("%s: tensor '%s': expected F32, F16 or BF16", st->path, shown(t->name));
+        uint64_t ne[4];
+        memcpy(ne, t->ne, sizeof ne);
+        const bool f32 = t->n_dims < 2;
+        const bool pairs = t->n_dims == 3 && t->ne[1] == 2 && t->name.n > n_end &&
+                           !memcmp(t->name.s + t->name.n - n_end, positions, n_end);
+        data[n++] = f32 ? (const uint8_t *)floats : pairs ? hf_position_planes(st, t, ne) : t->data;
+        gguf_put_tensor(w, (GgufStr){ name, strlen(name) }, f32 ? GGUF_F32 : t->type, max_int(t->n_dims, 1), ne);
+        hf_note_shape(tower, name, t);
+        if (!f32) continue;
+        gguf_dequantize(t->type, t->data, floats, n_elements(t));
+        floats += n_elements(t);
+    }
+}
+
+// Opens the image tower of a folder as a GGUF file. path: as in open_folder(). False: the folder has none.
+static bool open_folder_vision(Gguf *g, const char *path) {
+    Gguf st;
+    GgufWriter w = { 0 };
+    HfTower tower = { 0 };
+    char name[64];
+    size_t n = 0, n_floats = 0;
+    if (gguf_open_safetensors(&st, path) < 0) die("%s: %s", path, st.err);
+    for (size_t i = 0; i < st.n_tensors; i++) {
+        if (!hf_vision_name(st.tensors[i].name, name)) continue;
+        n++;
+        if (st.tensors[i].n_dims < 2) n_floats += st.tensors[i].size;          // at least the number of elements
+    }
+    if (!n) {
+        gguf_close(&st);
+        return false;
+    }
+    hf_check_vision(path);
+    const uint8_t **data = alloc_or_die(n, sizeof *data);
+    float *floats = gguf_private(&st, n_floats * sizeof *floats);
+    if (!floats) die_gguf(&st);
+    hf_vision_tensors(&st, &w, data, floats, &tower);
+    hf_vision_keys(&w, &tower);
+    if (gguf_from_writer(g, &w, data, &st) < 0) die_gguf(g);
+    gguf_writer_free(&w);
+    free(data);
+    return true;
 }
 
 #endif

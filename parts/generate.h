@@ -180,6 +180,9 @@ struct Session {
     TokIds     todo;          // tokens to run: the prompt, later the last token; the first `at` of them have run
     int        at, checkpoint_at, n_head;
     bool       prompting;     // todo is a prompt
+    bool       has_pictures;  // it has some, or what is held
+    const Picture *pictures;  // (n_pictures) of the prompt
+    int        n_pictures;
     bool       issued_ahead;  // the step that runs the last token was issued before the host knew that token
     bool       waited;        // it was not, because of drafts
     bool       answering, ending;      // EVENT_END is still to come; it is the next event
@@ -382,21 +385,30 @@ static void restore_snapshot(Session *s, const Snapshot *snapshot, const int32_t
     shorten_session(s->m, s->seq, ids, snapshot->n);
 }
 
-// Cuts the session back to what it shares with a prompt (ids, n >= 1), less the last token, which has to run for its
-// logits. If the rings have lost rows that this needs, goes back to the last snapshot before it; without one, to
-// nothing.
+// True: ids[i - 1] and ids[i] are of one picture. Between two pictures there is text.
+static bool in_picture(const int32_t *ids, int i) { return i > 0 && ids[i - 1] < 0 && ids[i] < 0; }
+
+// The session keeps of a prompt what it shares with it, less the last token, which has to run for its logits. If the
+// rings have lost rows that this needs, it goes back to the last snapshot before it; without one, to nothing. A picture
+// is kept whole or not at all.
+static int session_keeps(const Session *s, const int32_t *ids, int n) {
+    int same = 0, k = s->n_snapshots;
+    while (same < min_int(n - 1, s->m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
+    while (in_picture(ids, same)) same--;
+    while (k && s->snapshots[k - 1].n > same) k--;
+    return can_shorten(s->m, s->seq, same) ? same : k ? s->snapshots[k - 1].n : 0;
+}
+
+// Cuts the session back to what it keeps of a prompt (ids, n >= 1).
 static void session_keep(Session *s, const int32_t *ids, int n) {
     Model *m = s->m;
-    int same = 0;
-    while (same < min_int(n - 1, m->len[s->seq]) && s->held.ids[same] == ids[same]) same++;
-    while (s->n_snapshots && s->snapshots[s->n_snapshots - 1].n > same) s->n_snapshots--;
-    if (!shorten_session(m, s->seq, ids, same)) {
-        const Snapshot *snapshot = s->n_snapshots ? &s->snapshots[s->n_snapshots - 1] : NULL;
-        same = snapshot ? snapshot->n : 0;
-        if (snapshot) restore_snapshot(s, snapshot, ids);
+    const int kept = session_keeps(s, ids, n);
+    while (s->n_snapshots && s->snapshots[s->n_snapshots - 1].n > kept) s->n_snapshots--;
+    if (!shorten_session(m, s->seq, ids, kept)) {
+        if (kept) restore_snapshot(s, &s->snapshots[s->n_snapshots - 1], ids);
         else reset_session(m, s->seq);
     }
-    s->held.n = (size_t)same;
+    s->held.n = (size_t)kept;
 }
 
 // If the session has as many snapshots as it may have, drops the one that is closest to the next; the new one takes its
@@ -453,8 +465,31 @@ static void set_prompt(Session *s, const int32_t *ids, int n) {
     session_keep(s, ids, n);
     s->todo.n = 0;
     s->at = 0;
+    s->has_pictures = false;
+    for (int i = 0; i < n; i++) s->has_pictures |= ids[i] < 0;
     for (int i = s->m->len[s->seq]; i < n; i++) push_id(s->t, &s->todo, ids[i]);
     s->prompting = true;
+}
+
+// False: s->err says what is wrong with the pictures of a prompt.
+static bool check_pictures(Session *s, const Prompt *p) {
+    const int most = vision_whole_blocks(&s->m->config) ? s->m->options.n_batch : INT_MAX;
+    int end = 0, k = 0;                                // the pictures before number k end at ids[end]
+    for (int i = session_keeps(s, p->ids, p->n); i < p->n; i++) {
+        if (p->ids[i] >= 0) continue;
+        while (k < p->n_pictures && i >= end) end = p->pictures[k].first + p->pictures[k].n, k++;
+        const Picture *x = i < end ? &p->pictures[k - 1] : NULL;
+        if (!x || !x->rows || i < x->first || end >= p->n || p->ids[end] < 0) {
+            snprintf(s->err, sizeof s->err, "prompt: expected rows of a picture for id %d, and text after it", i);
+            return false;
+        }
+        if (x->n > most) {
+            snprintf(s->err, sizeof s->err, "a picture of %d tokens: expected at most %d, the rows of a step; try "
+                     "--chunk %d or a smaller --image-tokens", x->n, most, x->n);
+            return false;
+        }
+    }
+    return true;
 }
 
 static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
@@ -463,6 +498,9 @@ static bool session_start(Session *s, const Prompt *p, const AnswerOptions *o) {
         snprintf(s->err, sizeof s->err, "expected a prompt of 1 to %d tokens, got %d", m->options.n_ctx, p->n);
         return false;
     }
+    if (!check_pictures(s, p)) return false;
+    s->pictures = p->pictures;
+    s->n_pictures = p->n_pictures;
     s->thought_name.n = 0;
     if (tok_encode(s->t, "thought\n", 8, TOK_PLAIN, &s->thought_name) < 0) die("%s", s->t->err);
     tok_reply_start(s->t, &s->reply, p->ids, (size_t)p->n);
@@ -584,11 +622,15 @@ static void drop_drafts(Session *s) {
 }
 
 // Makes room in a full context: keeps the first n_head tokens and the newest ones, which fill half of the room after
-// the head. These run again, then the tokens said last (n). False: the head takes more than half of the context, or
-// those do not fit, so nothing was done.
+// the head; but none before the end of a picture, whose rows are not known any more. These run again, then the tokens
+// said last (n). False: the head takes more than half of the context or has a picture, or those do not fit, so nothing
+// was done.
 static bool shift_context(Session *s, const int32_t *said, int n) {
-    const int n_ctx = s->m->options.n_ctx, n_head = s->n_head, half = (n_ctx - n_head) / 2, len = (int)s->held.n;
+    const int n_ctx = s->m->options.n_ctx, n_head = s->n_head, len = (int)s->held.n;
+    int half = (n_ctx - n_head) / 2;
     if (n_head > n_ctx / 2 || half < n) return false;
+    for (int i = 0; i < n_head; i++) if (s->held.ids[i] < 0) return false;
+    for (int i = len - half; i < len; i++) if (s->held.ids[i] < 0) half = max_int(len - i - 2, 0);     // less its end
     drop_drafts(s);
     int32_t *ids = alloc_or_die((size_t)(n_head + half + n), sizeof *ids);
     memcpy(ids, s->held.ids, (size_t)n_head * sizeof *ids);
@@ -789,10 +831,17 @@ static int next_snapshot(const Session *s) {
     return min_int(s->checkpoint_at > len ? s->checkpoint_at : INT_MAX, every ? len - len % every + every : INT_MAX);
 }
 
-// Rows of the next step: of a prompt a chunk, which ends where a snapshot is to be taken.
+// Rows of the next step: of a prompt a chunk, which ends where a snapshot is to be taken. If rows see their whole
+// picture, a chunk ends before a picture that it would cut, or has more rows.
 static int next_rows(const Session *s) {
-    const int n = (int)s->todo.n - s->at;
-    return min_int(min_int(n, next_snapshot(s) - s->m->len[s->seq]), s->chunk);
+    const int n = (int)s->todo.n - s->at, most = min_int(min_int(n, next_snapshot(s) - s->m->len[s->seq]), s->chunk);
+    const int32_t *ids = s->todo.ids + s->at;
+    int rows = most;
+    if (!s->has_pictures || !vision_whole_blocks(&s->m->config) || most == n) return most;
+    while (in_picture(ids, rows)) rows--;
+    if (rows) return rows;
+    for (rows = most; in_picture(ids, rows); rows++) {}
+    return rows;
 }
 
 static SessionState session_state(const Session *s) {
@@ -838,6 +887,19 @@ static bool is_settled(Session *s, Event *e) {
     return e->dropped > 0;
 }
 
+// The row of the next step for token i of those that are to run.
+static StepRow prompt_row(const Session *s, int i) {
+    const int at = (int)s->held.n + i - s->at;         // in the prompt
+    StepRow row = { .token = s->todo.ids[i], .parent = -1, .output = i + 1 == (int)s->todo.n };
+    for (int k = 0; row.token < 0 && !row.soft && k < s->n_pictures; k++) {
+        const Picture *p = &s->pictures[k];
+        if (at >= p->first + p->n) continue;
+        row.soft = p->rows + (size_t)(at - p->first) * (size_t)s->m->config.dim;
+        row.ahead = vision_whole_blocks(&s->m->config) ? p->first + p->n - 1 - at : 0;
+    }
+    return row;
+}
+
 // Writes the rows that n sessions run in the next step, a segment for each. Returns true if some are drafts.
 static bool fill_rows(Session *const *sessions, StepSeg *segs, int n) {
     Model *m = sessions[0]->m;
@@ -849,10 +911,8 @@ static bool fill_rows(Session *const *sessions, StepSeg *segs, int n) {
         const int n_todo = next_rows(s);
         segs[i] = (StepSeg){ .seq = s->seq, .kind = d->n && d->branches ? SEG_TREE : SEG_CHAIN, .n = n_todo + d->n,
                              .rows = row,
-                             .more = (int)s->todo.n - s->at - n_todo };
-        for (int k = 0; k < n_todo; k++)
-            *row++ = (StepRow){ .token = s->todo.ids[s->at + k], .parent = -1,
-                                .output = s->at + k + 1 == (int)s->todo.n };
+                             .more = (int)s->todo.n - s->at - n_todo, .dense = s->has_pictures };
+        for (int k = 0; k < n_todo; k++) *row++ = prompt_row(s, s->at + k);
         for (int k = 0; k < d->n; k++)
             *row++ = (StepRow){ .token = d->token[k], .parent = d->parent[k], .output = true };
         drafted |= d->n > 0;

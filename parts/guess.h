@@ -96,11 +96,12 @@ static void ngrams_add(Ngrams *g, const int32_t *ids, int n, bool shared) {
         *head = g->n + 1;
         const int at = g->n + NGRAM_MIN - NGRAM_MOD - 1;               // the token after this run is known by now
         if (!shared || at < 0) continue;
-        ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = ids[at + NGRAM_MOD] + 1;
+        ngram_mod.next[hash_ids(ids + at, NGRAM_MOD) >> (64 - NGRAM_MOD_BITS)] = max_int(ids[at + NGRAM_MOD], -1) + 1;
     }
 }
 
-// Drafts `max` tokens after ids (n), and returns how many; 0: no match of at least min_match tokens. The drafts are the
+// Drafts `max` tokens after ids (n), and returns how many; 0: no match of at least min_match tokens. Fewer if a picture
+// follows. The drafts are the
 // tokens after the longest earlier match. If several matches are equally long, the newest one counts.
 static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int min_match, int max, int32_t *out) {
     int longest = 0, from = 0, tries = NGRAM_TRIES;
@@ -118,7 +119,10 @@ static int ngrams_look_up(const Ngrams *g, const int32_t *ids, int n, int min_ma
     }
     if (longest < min_match) return 0;
     const int period = n - from;                       // after `period` drafts the text ends, and the drafts repeat
-    for (int i = 0; i < max; i++) out[i] = i < period ? ids[from + i] : out[i - period];
+    for (int i = 0; i < max; i++) {
+        out[i] = i < period ? ids[from + i] : out[i - period];
+        if (out[i] < 0) return i;                      // a picture follows
+    }
     return max;
 }
 

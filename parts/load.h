@@ -644,8 +644,8 @@ static void check_is_model(Gguf *g) {
     static const char *const keys[] = { "general.type", "general.architecture" };
     static const char *const kinds[][3] = {
         { "adapter", "a LoRA adapter", "to merge it into its model" },
-        { "mmproj", "a projector of images and audio", "the language model itself; images are not supported" },
-        { "clip", "a projector of images and audio", "the language model itself; images are not supported" },
+        { "mmproj", "a projector of images and audio", "the language model itself, with --mmproj and this file" },
+        { "clip", "a projector of images and audio", "the language model itself, with --mmproj and this file" },
         { "imatrix", "an importance matrix", "the model that was quantised with it" },
         { "controlvector", "a control vector", "the model itself" } };
     for (int k = 0; k < 2; k++) {

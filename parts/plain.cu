@@ -8,9 +8,10 @@
  * and says what makes that one faster, and how much where that was measured (docs/kernels.md: the 26B, one H100).
  *
  * Uses gemma4.h and kv.h. Begin with plain_ops() at the end, then matmul in [3].
- *   [1] Errors, launches, blocks of threads      [4] Cache
- *   [2] Weights of the file, inputs              [5] Output
- *   [3] Body                                     [6] Run time, the table
+ *   [1] Errors, launches, blocks of threads      [5] Images
+ *   [2] Weights of the file, inputs              [6] Output
+ *   [3] Body                                     [7] Run time, the table
+ *   [4] Cache
  *
  * LAUNCHES   blocks of 32 or 256 threads; the comment of each kernel says what a block does. No sum depends on the
  *            number of rows or on the order of blocks, so rule 7 of gemma4.h holds
@@ -901,7 +902,8 @@ static __global__ void attend_kernel(Attend o, Batch b, Cache c, Cache tail, Cac
     const Segment seg = b.segs[row.seg];
     const int len = b.len[seg.seq], pos = len + row.depth;
     const int from = o.window ? max_int(0, pos - o.window + 1) : 0;
-    const int to = o.own == OWN_NONE ? len : o.own == OWN_ALL ? len + seg.n : len + row.index + 1;
+    const bool chain = o.own == OWN_CAUSAL && seg.kind == SEG_CHAIN;
+    const int to = len + (o.own == OWN_NONE ? 0 : o.own == OWN_ALL ? seg.n : rows_in_sight(&row, &seg, o.window));
     const int tail_from = reads_tail(&c, &seg, blocks.n != NULL) ? pos - c.tail_reach + 1 : to;
     const int list = r / SELECT_ROWS * c.n_kv_heads + g, n_listed = blocks.n ? blocks.n[list] : -1;
     const int32_t *listed = blocks.block + (size_t)list * blocks.n_blocks;
@@ -914,7 +916,7 @@ static __global__ void attend_kernel(Attend o, Batch b, Cache c, Cache tail, Cac
         while (n_passed < n_listed && listed[n_passed] < j / SELECT_KEYS) n_passed++;
         if (n_listed >= 0 && (n_passed == n_listed || listed[n_passed] != j / SELECT_KEYS)) continue;
         const int own = j - len;                       // j < len: position j; else row `own` of the segment
-        if (own < 0 || (o.own == OWN_CAUSAL && seg.kind == SEG_CHAIN) ? j < from
+        if (own < 0 || chain ? j < from
             : o.own == OWN_CAUSAL && !(row.ancestors >> own & 1)) continue;
         const bool is_staged = staged && own >= 0;
         const Cache &at = is_staged ? staging : j >= tail_from ? tail : c;
@@ -1204,7 +1206,147 @@ static void plain_kv_copy(const KvCopy *o) {
            *o->staging);
 }
 
-// ==== [5] Output =====================================================================================================
+// ==== [5] Images =====================================================================================================
+// Rows are the patches of a picture. The fast twins of the small kernels do the same with loads of 16 bytes.
+
+// clamp: out = x, not below lo and not above hi; a NaN stays
+//   shapes    x, out n values, may be the same memory
+//   launch    grid n / 256, block 256: a thread for each value
+//   traffic   8 bytes a value
+//   numerics  exact
+//   see       ref_clamp
+static __global__ void clamp_kernel(const float *x, Range range, size_t n, float *out) {
+    const size_t i = (size_t)blockIdx.x * ROW_THREADS + threadIdx.x;
+    if (i < n) out[i] = x[i] < range.lo ? range.lo : x[i] > range.hi ? range.hi : x[i];
+}
+
+static dim3 blocks_of_values(size_t n) { return dim3((unsigned)((n + ROW_THREADS - 1) / ROW_THREADS)); }
+
+static void plain_clamp(const Clamp *o) {
+    const size_t n = (size_t)o->n_rows * o->cols;
+    launch("clamp", blocks_of_values(n), ROW_THREADS, clamp_kernel, o->x, o->range, n, o->out);
+}
+
+// gelu_product: out = gelu(gate) * up
+//   shapes    gate, up, out n values; out may be gate or up
+//   launch    grid n / 256, block 256: a thread for each value
+//   traffic   12 bytes a value
+//   numerics  f32
+//   see       ref_gelu_product
+static __global__ void gelu_product_kernel(const float *gate, const float *up, size_t n, float *out) {
+    const size_t i = (size_t)blockIdx.x * ROW_THREADS + threadIdx.x;
+    if (i < n) out[i] = activation(ACT_GELU, gate[i]) * up[i];
+}
+
+static void plain_gelu_product(const GeluProduct *o) {
+    const size_t n = (size_t)o->n_rows * o->cols;
+    launch("gelu_product", blocks_of_values(n), ROW_THREADS, gelu_product_kernel, o->gate, o->up, n, o->out);
+}
+
+// layer_norm: u = x + add + add_rows;  out = w * (u - mean(u)) / sqrt(var(u) + eps) + bias
+//   shapes    x, add_rows, out (n_rows, cols); add, w, bias (cols)
+//   launch    grid n_rows, block 256: a block computes a row; thread t has columns t, t + 256, ...
+//   traffic   reads x and add_rows three times (twice from a cache), writes out once
+//   numerics  f32; the mean first, then the squares of what is left; sums of 256 threads in a fixed order
+//   see       ref_layer_norm
+__device__ static float layer_norm_input(const LayerNorm &o, size_t row, int i) {
+    return o.x[row + i] + (o.add ? o.add[i] : 0) + (o.add_rows ? o.add_rows[row + i] : 0);
+}
+
+static __global__ void layer_norm_kernel(LayerNorm o) {
+    const size_t row = (size_t)blockIdx.x * o.cols;
+    float sum = 0, squares = 0;
+    for (int i = threadIdx.x; i < o.cols; i += blockDim.x) sum += layer_norm_input(o, row, i);
+    const float mean = block_sum(sum) / o.cols;
+    for (int i = threadIdx.x; i < o.cols; i += blockDim.x) {
+        const float d = layer_norm_input(o, row, i) - mean;
+        squares += d * d;
+    }
+    const float factor = rms_factor(block_sum(squares), o.cols, o.eps);
+    for (int i = threadIdx.x; i < o.cols; i += blockDim.x)
+        o.out[row + i] = o.w[i] * ((layer_norm_input(o, row, i) - mean) * factor) + o.bias[i];
+}
+
+static void plain_layer_norm(const LayerNorm *o) {
+    launch("layer_norm", o->n_rows, ROW_THREADS, layer_norm_kernel, *o);
+}
+
+// rope_2d: q = rope(norm(q; w_q)), k = rope(norm(k; w_k)), v = v / rms(v), of the heads of each row
+//   shapes    q, k, v (n_rows, n_heads, head_dim); pos (n_rows, 2)
+//   launch    grid (n_rows, 3 n_heads), block 32: a head of q, k or v
+//   traffic   reads and writes q, k, v once
+//   numerics  f32, angles in f64
+//   see       ref_rope_2d
+static __global__ void rope_2d_kernel(Rope2d o) {
+    __shared__ float u[MAX_IMAGE_HEAD_DIM];
+    const int r = blockIdx.x, which = blockIdx.y / o.n_heads, hd = o.head_dim;
+    float *head = (which == 0 ? o.q : which == 1 ? o.k : o.v) +
+                  ((size_t)r * o.n_heads + blockIdx.y % o.n_heads) * hd;
+    load_head(u, head, hd, true, which == 0 ? o.w_q : which == 1 ? o.w_k : NULL, o.eps);
+    const Rope rope = { o.inv_freq, hd / 4 };
+    for (int axis = 0; axis < 2 && which < 2; axis++) rope_head(u + axis * hd / 2, hd / 4, rope, o.pos[2 * r + axis]);
+    for (int i = threadIdx.x; i < hd; i += blockDim.x) head[i] = u[i];
+}
+
+static void plain_rope_2d(const Rope2d *o) {
+    if (o->head_dim > MAX_IMAGE_HEAD_DIM) plain_refuse("rope_2d: heads of at most 128 values", o->head_dim);
+    launch("rope_2d", dim3(o->n_rows, 3 * o->n_heads), WARP, rope_2d_kernel, *o);
+}
+
+// attend_all: out[r][h] = sum over all rows j of softmax_j(scale * q[r][h] . k[j][h]) v[j][h]
+//   shapes    q, k, v, out (n_rows, n_heads, head_dim)
+//   launch    grid (n_heads, n_rows), block 256: one head of one row; warp w takes the rows j with j mod 8 = w
+//   traffic   reads all rows of k and v once for each head of q and each row
+//   numerics  f32, as attend
+//   see       ref_attend_all
+//   fast twin attend_all_kernel there: 64 rows of q share the reads, tensor cores multiply
+static __global__ void attend_all_kernel(AttendAll o) {
+    constexpr int N = (int)MAX_IMAGE_HEAD_DIM / (int)WARP;
+    __shared__ float y[MAX_IMAGE_HEAD_DIM];
+    const int hd = o.head_dim, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const size_t stride = (size_t)o.n_heads * hd, head = (size_t)blockIdx.x * hd, row = blockIdx.y * stride + head;
+    float q[N], k[N], v[N];
+    Softmax<N> x = { -INFINITY };
+    for (int m = 0; m < N; m++) q[m] = lane + WARP * m < hd ? o.q[row + lane + WARP * m] : 0;
+    for (int j = warp; j < o.n_rows; j += WARPS) {
+        for (int m = 0; m < N; m++) {
+            const int i = lane + WARP * m;
+            k[m] = i < hd ? o.k[j * stride + head + i] : 0;
+            v[m] = i < hd ? o.v[j * stride + head + i] : 0;
+        }
+        add_key(&x, q, k, v, MAX_IMAGE_HEAD_DIM, o.scale, 1);
+    }
+    join_warps(x, hd, y);
+    for (int i = threadIdx.x; i < hd; i += ROW_THREADS) o.out[row + i] = y[i];
+}
+
+static void plain_attend_all(const AttendAll *o) {
+    if (o->head_dim > MAX_IMAGE_HEAD_DIM) plain_refuse("attend_all: heads of at most 128 values", o->head_dim);
+    launch("attend_all", dim3(o->n_heads, o->n_rows), ROW_THREADS, attend_all_kernel, *o);
+}
+
+// pool: out[Y][X] = (factor * mean of the side x side rows of a square - sub) * mul
+//   shapes    x (h, w, cols), out (h / side, w / side, cols); sub, mul (cols)
+//   launch    grid h w / side^2, block 256: a block computes a row of out
+//   traffic   reads x once, writes out once
+//   numerics  f32, row by row of the square
+//   see       ref_pool
+static __global__ void pool_kernel(Pool o) {
+    const int width = o.w / o.side, Y = blockIdx.x / width, X = blockIdx.x % width;
+    for (int i = threadIdx.x; i < o.cols; i += blockDim.x) {
+        float sum = 0;
+        for (int y = Y * o.side; y < (Y + 1) * o.side; y++)
+            for (int x = X * o.side; x < (X + 1) * o.side; x++) sum += o.x[((size_t)y * o.w + x) * o.cols + i];
+        const float v = o.factor * (sum / (float)(o.side * o.side));
+        o.out[(size_t)blockIdx.x * o.cols + i] = o.sub ? (v - o.sub[i]) * o.mul[i] : v;
+    }
+}
+
+static void plain_pool(const Pool *o) {
+    launch("pool", o->w / o->side * (o->h / o->side), ROW_THREADS, pool_kernel, *o);
+}
+
+// ==== [6] Output =====================================================================================================
 
 // top_k: the top_k largest logits of a row in descending order, the lower id first on ties
 //   shapes    z (n_rows, n), ids (n_rows, n) or NULL: id i of logit i; top_ids, top_logits (n_rows, top_k)
@@ -1472,7 +1614,7 @@ static void plain_verify_walk(const VerifyWalk *o) {
     launch("verify_walk", o->batch->n_segs, WARP, verify_walk_kernel, *o, *o->batch);
 }
 
-// ==== [6] Run time, the table ========================================================================================
+// ==== [7] Run time, the table ========================================================================================
 // Copies from and to the host wait until they are done; steps are not recorded, so begin() always says: issue.
 
 static void plain_wait(void) { plain_check("wait", cudaStreamSynchronize(plain.stream)); }
@@ -1648,7 +1790,9 @@ const Ops *plain_ops(void) {
     ops.expert_down = plain_expert_down, ops.ple_inject = plain_ple_inject, ops.close = plain_close;
     ops.gather_rows = plain_gather_rows, ops.qkv_store = plain_qkv_store, ops.block_select = plain_block_select;
     ops.attn_mass = plain_attn_mass, ops.attend = plain_attend, ops.kv_commit = plain_kv_commit;
-    ops.kv_copy = plain_kv_copy, ops.head = plain_head, ops.logprob = plain_logprob, ops.sample = plain_sample;
+    ops.kv_copy = plain_kv_copy, ops.clamp = plain_clamp, ops.gelu_product = plain_gelu_product;
+    ops.layer_norm = plain_layer_norm, ops.rope_2d = plain_rope_2d, ops.attend_all = plain_attend_all;
+    ops.pool = plain_pool, ops.head = plain_head, ops.logprob = plain_logprob, ops.sample = plain_sample;
     ops.verify_walk = plain_verify_walk, ops.head_centroid = plain_head_centroid;
     return &ops;
 }

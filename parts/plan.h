@@ -1,6 +1,6 @@
 /* plan.h - the memory plan: how much backend memory everything gets, and loading a model into it.
  *
- * Uses load.h and draft.h. Begin with plan_memory() and load_model().
+ * Uses load.h, draft.h and vision.h. Begin with plan_memory() and load_model().
  * All backend memory of a model and its drafter, except the backend's own scratch, is planned here and reserved in one
  * piece at start. Activations have n_batch rows; n_batch and the context are chosen so that the plan fits into memory.
  *   [1] The plan    [2] Loading    [3] Reading ahead */
@@ -265,6 +265,7 @@ static Limits plan_limits(const Model *m) {
     const Config *d = &m->drafter->config;
     for (int l = 0; l < d->n_layers; l++)
         lim.max_cols = max_int(lim.max_cols, max_int(d->layer[l].ffn_dim, d->n_heads * d->layer[l].head_dim));
+    if (m->vision) lim.max_cols = max_int(lim.max_cols, vision_cols(m->vision));
     if (m->drafter->kind == DRAFTER_MTP) lim.max_cols = max_int(lim.max_cols, 2 * c->dim);
     if (m->drafter->kind == DRAFTER_DFLASH) {
         lim.max_cols = max_int(lim.max_cols, m->taps.n * c->dim);
@@ -306,6 +307,7 @@ static void plan_memory(Model *m, Arena *a) {
     plan_state(m, a);
     m->plan.activations = a->used - before;
     if (m->drafter->kind != DRAFTER_NONE) plan_drafter(m, a);
+    if (m->vision) plan_vision(m, a);
     const Limits lim = plan_limits(m);
     m->plan.scratch = m->ops->scratch_bytes(&lim);
 }
@@ -344,7 +346,8 @@ static size_t plan_context(Model *m, int n_ctx) {
     Arena arena = { 0 };
     m->options.n_ctx = n_ctx;
     plan_memory(m, &arena);
-    return arena.used + m->plan.scratch + (m->plan.weights ? 0 : m->binder->bytes + m->drafter->binder->bytes);
+    return arena.used + m->plan.scratch +
+           (m->plan.weights ? 0 : m->binder->bytes + m->drafter->binder->bytes + vision_bytes(m));
 }
 
 // ---- weights in host memory ----
@@ -503,14 +506,16 @@ __attribute__((noreturn)) static void die_no_room(Model *m) {
     if (has_tail) strcat(advice, "a smaller --kv-tail, ");
     const bool refused = m->options.memory && needed <= room;          // --vram is larger than the backend's memory
     const size_t drafter_bytes = p.drafter + (p.weights ? 0 : m->drafter->binder->bytes);
-    char drafter[32] = "";
+    const size_t tower_bytes = p.vision + (p.weights ? 0 : vision_bytes(m));
+    char drafter[32] = "", tower[32] = "";
     if (drafter_bytes) snprintf(drafter, sizeof drafter, ", draft model %.2f", (double)drafter_bytes / gib);
+    if (tower_bytes) snprintf(tower, sizeof tower, ", image tower %.2f", (double)tower_bytes / gib);
     const char *whose = refused ? " allowed by --vram, but the device has less" :
                         m->options.memory ? " allowed by --vram" : " free";
-    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s) "
+    die("out of memory: a context of %d needs %.2f GiB (weights %.2f, KV cache %.2f, activations and scratch %.2f%s%s) "
         "of %.2f GiB%s; try %s%s%sa smaller model", n_ctx, needed / gib,
         (double)(p.weights ? p.weights : m->binder->bytes) / gib, (double)(p.kv_global + p.kv_rings) / gib,
-        (double)(p.activations + p.staging + p.scratch) / gib, drafter, room / gib,
+        (double)(p.activations + p.staging + p.scratch) / gib, drafter, tower, room / gib,
         whose, advice, m->options.drafter ? "no -md, " : "", m->options.memory && !refused ? "a larger --vram, " : "");
 }
 
@@ -556,6 +561,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     o.n_logits = max_int(o.n_logits, o.n_seqs);
     m->options = o;
     if (o.drafter) open_drafter(m, o.drafter);
+    if (o.projector) m->vision = vision_open(m, o.projector);
     const size_t budget = plan_budget(m);
     const int usual = min_int(c->n_ctx_train, 8192);
     int n_ctx = o.n_ctx ? o.n_ctx : usual;
@@ -563,6 +569,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     if (o.place) read_places(m, o.place);
     if (o.n_batch == BATCH_FIT)
         fit_batch(m, n_ctx == CTX_FIT ? TILE_SLOTS : n_ctx, n_ctx == CTX_FIT ? c->n_ctx_train : n_ctx, budget);
+    if (m->vision && vision_whole_blocks(c)) m->options.n_batch = max_int(m->options.n_batch, m->vision->max_tokens);
     if (n_ctx == CTX_FIT) {                            // what the usual context leaves; but a table may leave for more
         fit_context(m, usual, budget);
         b->most_in_host = max_int(b->n_in_host, m->weights.per_layer_token_embd.data != NULL);
@@ -594,6 +601,7 @@ static void alloc_step(const Model *m, Step *step) {
     step->out_rows = alloc_or_die(n_logits, sizeof *step->out_rows);
     step->segs = alloc_or_die(n_seqs, sizeof *step->segs);
     step->out_index = alloc_or_die(n_logits, sizeof *step->out_index);
+    step->soft = alloc_or_die(n_batch, sizeof *step->soft);
     step->uploaded.rows = alloc_or_die(n_batch, sizeof *step->uploaded.rows);
     step->uploaded.out_rows = alloc_or_die(n_logits, sizeof *step->uploaded.out_rows);
     step->uploaded.segs = alloc_or_die(n_seqs, sizeof *step->uploaded.segs);
@@ -605,6 +613,7 @@ static void free_step(Step *step) {
     free(step->out_rows);
     free(step->segs);
     free(step->out_index);
+    free(step->soft);
     free(step->uploaded.rows);
     free(step->uploaded.out_rows);
     free(step->uploaded.segs);
@@ -645,6 +654,7 @@ static void load_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     for (int t = 0; t < 2; t++)
         ops->copy(&(Copy){ m->s.inv_freq[t], m->weights.inv_freq[t], m->weights.n_pairs[t] * sizeof(double), COPY_IN });
     if (m->drafter->kind != DRAFTER_NONE) start_drafter(m);
+    if (m->vision) start_vision(m);
 }
 
 static void free_model(Model *m) {
@@ -667,6 +677,7 @@ static void free_model(Model *m) {
     free(m->result->accepted);
     free(m->result->path);
     free_drafter(m->drafter);
+    vision_close(m->vision);
     free(m->binder);
     free(m->drafter->binder);
     free(m->drafter);
@@ -786,6 +797,7 @@ static void read_weights(Model *m, bool check) {
     const Drafter *d = m->drafter;
     read_file_weights(m, &m->gguf, m->binder, model_name(m), check);
     if (d->kind != DRAFTER_NONE) read_file_weights(m, &d->gguf, d->binder, "the draft model", check);
+    if (m->vision) read_file_weights(m, &m->vision->gguf, &m->vision->binder, "the image tower", check);
 }
 
 #endif

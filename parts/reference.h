@@ -15,9 +15,9 @@
  *   #include "parts/kv.h"
  *   #include "parts/reference.h"
  *
- *   [1] Rows: weights, norms, inputs, products      [3] Cache
- *   [2] Body                                        [4] Output
- *                                                   [5] Run time, the table */
+ *   [1] Rows: weights, norms, inputs, products      [4] Images
+ *   [2] Body                                        [5] Output
+ *   [3] Cache                                       [6] Run time, the table */
 #ifndef REFERENCE_H
 #define REFERENCE_H
 #include <math.h>
@@ -399,7 +399,7 @@ static bool ref_is_visible(const Attend *o, const Row *row, const Segment *seg, 
     if (i < 0) return !o->window || j > len + row->depth - o->window;
     if (o->own != OWN_CAUSAL) return o->own == OWN_ALL;
     if (seg->kind == SEG_TREE) return row->ancestors >> i & 1;
-    return i <= row->index && (!o->window || i > row->index - o->window);
+    return i <= row->index + (o->window ? row->ahead : 0) && (!o->window || i > row->index - o->window);
 }
 
 // Reads K and V of key j (head_dim), in the order of the cache, as a row of the segment sees them. Returns the factor
@@ -632,7 +632,99 @@ static void ref_kv_copy(const KvCopy *o) {
     }
 }
 
-// ==== [4] Output =====================================================================================================
+// ==== [4] Images =====================================================================================================
+
+static void ref_clamp(const Clamp *o) {
+    for (size_t i = 0; i < (size_t)o->n_rows * o->cols; i++)
+        o->out[i] = o->x[i] < o->range.lo ? o->range.lo : o->x[i] > o->range.hi ? o->range.hi : o->x[i];
+}
+
+static void ref_gelu_product(const GeluProduct *o) {
+    for (size_t i = 0; i < (size_t)o->n_rows * o->cols; i++)
+        o->out[i] = (float)(ref_activation(ACT_GELU, o->gate[i]) * o->up[i]);
+}
+
+static void ref_layer_norm(const LayerNorm *o) {
+    const int n = o->cols;
+    for (int r = 0; r < o->n_rows; r++) {
+        double mean = 0, squares = 0;
+        for (int i = 0; i < n; i++) {
+            const size_t at = (size_t)r * n + i;
+            ref.x[i] = (double)o->x[at] + (o->add ? o->add[i] : 0) + (o->add_rows ? o->add_rows[at] : 0);
+            mean += ref.x[i] / n;
+        }
+        for (int i = 0; i < n; i++) squares += (ref.x[i] - mean) * (ref.x[i] - mean);
+        for (int i = 0; i < n; i++)
+            o->out[(size_t)r * n + i] =
+                (float)(o->w[i] * (ref.x[i] - mean) / sqrt(squares / n + o->eps) + o->bias[i]);
+    }
+}
+
+// Rotates the pairs (i, i + n) of a half of a head by their angles at a position.
+static void ref_rope_half(double *u, int n, const double *inv_freq, int pos) {
+    for (int i = 0; i < n; i++) {
+        const double a = u[i], b = u[i + n], angle = pos * inv_freq[i];
+        u[i] = a * cos(angle) - b * sin(angle);
+        u[i + n] = b * cos(angle) + a * sin(angle);
+    }
+}
+
+static void ref_rope_2d(const Rope2d *o) {
+    const int hd = o->head_dim;
+    double u[MAX_IMAGE_HEAD_DIM];
+    for (int r = 0; r < o->n_rows; r++)
+        for (int h = 0; h < o->n_heads; h++) {
+            float *const heads[3] = { o->q, o->k, o->v };
+            const float *const w[3] = { o->w_q, o->w_k, NULL };
+            for (int k = 0; k < 3; k++) {
+                float *head = heads[k] + ((size_t)r * o->n_heads + h) * hd;
+                ref_load(u, head, hd);
+                ref_norm(u, w[k], hd, o->eps);
+                for (int axis = 0; axis < 2 && k < 2; axis++)
+                    ref_rope_half(u + axis * hd / 2, hd / 4, o->inv_freq, o->pos[2 * r + axis]);
+                ref_save(head, u, hd);
+            }
+        }
+}
+
+static double ref_dot(const float *a, const float *b, int n) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += (double)a[i] * b[i];
+    return sum;
+}
+
+static void ref_attend_all(const AttendAll *o) {
+    const int hd = o->head_dim;
+    const size_t stride = (size_t)o->n_heads * hd;
+    for (int r = 0; r < o->n_rows; r++)
+        for (int h = 0; h < o->n_heads; h++) {
+            const float *q = o->q + r * stride + h * hd, *k = o->k + h * hd, *v = o->v + h * hd;
+            double out[MAX_IMAGE_HEAD_DIM] = { 0 }, largest = -INFINITY, sum = 0;
+            for (int j = 0; j < o->n_rows; j++) largest = fmax(largest, o->scale * ref_dot(q, k + j * stride, hd));
+            for (int j = 0; j < o->n_rows; j++) {
+                const double p = exp(o->scale * ref_dot(q, k + j * stride, hd) - largest);
+                sum += p;
+                for (int i = 0; i < hd; i++) out[i] += p * v[j * stride + i];
+            }
+            for (int i = 0; i < hd; i++) o->out[r * stride + h * hd + i] = (float)(out[i] / sum);
+        }
+}
+
+static void ref_pool(const Pool *o) {
+    const int side = o->side, cols = o->cols;
+    for (int y = 0; y < o->h / side; y++)
+        for (int x = 0; x < o->w / side; x++)
+            for (int i = 0; i < cols; i++) {
+                double sum = 0;
+                for (int k = 0; k < side * side; k++)
+                    sum += o->x[((size_t)(y * side + k / side) * o->w + x * side + k % side) * cols + i];
+                const double v = o->factor * sum / (side * side);
+                o->out[((size_t)y * (o->w / side) + x) * cols + i] =
+                    (float)(o->sub ? (v - o->sub[i]) * o->mul[i] : v);
+            }
+}
+
+// ==== [5] Output =====================================================================================================
 
 // The other results of Head for row r with logits z (vocab): top_k and logsumexp.
 static void ref_summary(const Head *o, int r, const float *z) {
@@ -780,7 +872,7 @@ static void ref_verify_walk(const VerifyWalk *o) {
     }
 }
 
-// ==== [5] Run time, the table ========================================================================================
+// ==== [6] Run time, the table ========================================================================================
 
 static void ref_memory(size_t *free_bytes, size_t *total) {            // all counts as free: the page cache can shrink
     *free_bytes = *total = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
@@ -852,7 +944,9 @@ const Ops *reference_ops(void) {
         .expert_gate_up = ref_expert_gate_up, .expert_down = ref_expert_down, .ple_inject = ref_ple_inject,
         .close = ref_close, .gather_rows = ref_gather_rows, .qkv_store = ref_qkv_store,
         .block_select = ref_block_select, .attn_mass = ref_attn_mass, .attend = ref_attend,
-        .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy, .head = ref_head, .logprob = ref_logprob,
+        .kv_commit = ref_kv_commit, .kv_copy = ref_kv_copy,
+        .clamp = ref_clamp, .gelu_product = ref_gelu_product, .layer_norm = ref_layer_norm, .rope_2d = ref_rope_2d,
+        .attend_all = ref_attend_all, .pool = ref_pool, .head = ref_head, .logprob = ref_logprob,
         .sample = ref_sample, .verify_walk = ref_verify_walk, .head_centroid = ref_head_centroid
     };
     return &ops;

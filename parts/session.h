@@ -27,7 +27,7 @@
  *      128      4  1: a text (--raw), 0: a conversation        132   4  1: its prompt was given as token ids (server)
  *      136     24  0
  *      160      8  hash of the header before this field
- *      168         ids, int32 x (n + n_pending)
+ *      168         ids, int32 x (n + n_pending); below -1: a row of a picture (picture_id in engine.h)
  *                  the conversation: a JSON list of messages as in the OpenAI API
  *                  the cache, of every layer that owns one: of k, v, and the f16 tails of both, if there are any, the
  *                  codes and then the scales as they are in memory: of each head its rows in the order of positions. A
@@ -502,7 +502,7 @@ static bool read_session(Session *s, FileStream *f, const SessionHeader *h, Sess
     stream_get(f, ids, n_ids * sizeof *ids, false);
     bool ok = !f->err;
     for (size_t i = 0; i < n_ids && ok; i++) {
-        ok = ids[i] >= 0 && ids[i] < m->config.vocab;
+        ok = (ids[i] >= 0 || (ids[i] < -1 && i < h->n)) && ids[i] < m->config.vocab;
         if (!ok)
             refuse_session(s, path, "token %zu: expected an id from 0 to %d, got %" PRId32, i, m->config.vocab - 1,
                            ids[i]);
@@ -599,13 +599,15 @@ static int session_peek(Session *s, const char *path, SessionPeek *peek) {
     return 1;
 }
 
-// Returns the tokens of the text that have not run. If a prompt was interrupted, these are its remaining tokens; else
-// it is the last token of the answer. A token that ends the turn is not text and is not returned. The session owns the
-// ids.
+// Returns the tokens of the text that have not run. If a prompt was interrupted, these are its remaining tokens, up to
+// the next picture; else it is the last token of the answer. A token that ends the turn is not text and is not
+// returned. The session owns the ids.
 static TokIds session_pending(const Session *s) {
-    const size_t at = (size_t)s->at;
-    if (s->end == END_TURN || s->end == END_CALLS) return (TokIds){ 0 };
-    return at < s->todo.n ? (TokIds){ .ids = s->todo.ids + at, .n = s->todo.n - at } : (TokIds){ 0 };
+    TokIds rest = { 0 };
+    if (s->end == END_TURN || s->end == END_CALLS || (size_t)s->at >= s->todo.n) return rest;
+    rest.ids = s->todo.ids + s->at;
+    while ((size_t)s->at + rest.n < s->todo.n && rest.ids[rest.n] >= 0) rest.n++;
+    return rest;
 }
 
 #endif

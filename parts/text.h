@@ -267,6 +267,11 @@ static void print_plan(Model *m) {
                 d->config.n_layers, d->config.dim, (double)d->binder->bytes / mib,
                 gguf_type_name(d->weights.layer[0].attn_q.type), d->weights_uploaded ? "" : ", not loaded yet",
                 (double)m->plan.drafter / mib);
+    const Vision *tower = m->vision;
+    if (tower)
+        fprintf(stderr, "# image tower: %s: %d layers, width %d, weights %.1f MiB (%s), pictures of up to %d tokens; "
+                "plan: %.1f MiB\n", tower->gguf.path, tower->n_layers, tower->dim, (double)tower->binder.bytes / mib,
+                gguf_type_name(tower->projection.type), tower->max_tokens, (double)m->plan.vision / mib);
     fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, backend_note(m), count_threads(),
             count_threads() == 1 ? "" : "s");
     print_card(stderr, "# card: ", m->ops);
@@ -481,6 +486,8 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
     if (o.drafter)
         printf("draft model  %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 :
                                                                     m->drafter->binder->bytes)) / gib);
+    if (o.projector)
+        printf("image tower  %9.3f GiB\n", (double)(plan.vision + (plan.weights ? 0 : vision_bytes(m))) / gib);
     printf("total        %9.3f GiB\n", (double)needed / gib);
     printf("available    %9.3f GiB, %s\n", (double)budget / gib,
            o.memory ? "set by --vram" : "31/32 of the free memory");

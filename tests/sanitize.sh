@@ -39,7 +39,8 @@ fi
     for model in micro-dense-f32 micro-dense-f16 micro-moe-f32 micro-moe-q8_0 micro-e-f32 micro-e-q8_0 tiny-dense-q4_k_m \
         tiny-moe-q4_k_m tiny-e-q4_k_m tiny-moe-q4_0; do echo "test_cuda $model"; done
     for op in matmul attend close sample expert_down head qkv_store expert_gate_up gate_up ple_inject kv_commit kv_copy route \
-        logprob embed ple_rows gather_rows block_select attn_mass verify_walk head_centroid; do echo "test_ops -cuda $op"; done
+        logprob embed ple_rows gather_rows block_select attn_mass verify_walk head_centroid \
+        clamp gelu_product layer_norm rope_2d attend_all pool; do echo "test_ops -cuda $op"; done
     for part in choice edges spread seen position; do echo "test_sampling -cuda $part"; done
     printf '%s\n' test_layout "test_ahead -cuda" "test_verify -few" "test_draft -few" \
         "test_ops -plain -few" "test_sampling -plain -few"

@@ -37,7 +37,7 @@ elif ! echo 'int main(void) { return 0; }' | $arm_cc -static -xc - -o "$tmp/prob
 else
     stories "$tmp/native"
     for arch in armv8.2-a+dotprod armv8-a; do
-        MAKEFLAGS='' make -s B="$tmp/$arch" ENGINE=cpu HTTP=0 CC="$arm_cc" CFLAGS="-O2 -march=$arch" LDFLAGS=-static \
+        MAKEFLAGS='' make -s B="$tmp/$arch" ENGINE=cpu HTTP=0 IMAGES=0 CC="$arm_cc" CFLAGS="-O2 -march=$arch" LDFLAGS=-static \
             "$tmp/$arch/gemma4-dev" >"$tmp/out" 2>"$tmp/err"
         status=$?
         ok "$arch: compiles" [ "$status" -eq 0 ]

@@ -61,6 +61,7 @@ one test_sampling -cuda seen position card=rtx3090
 one test_ops -plain -few
 one test_ops -plain embed             # every type of weights
 one test_sampling -plain -few
+one test_vision -cuda $few card=rtx3090
 [ -z "$long" ] || one test_cuda -few micro-dense-f16     # test_draft too has a dense target
 [ -z "$long" ] || one test_cuda -few -host card=rtx3090 tiny-moe-q4_k_m mini
 one test_layout

@@ -11,6 +11,7 @@
  *   rows              products, norms and experts run with 1 to 100 rows, attention with up to 200; a row alone must
  *                     give the same bits as among 64 (rule 7 of gemma4.h)
  *   attention         slots that no row may see have large values
+ *   images            backends of 16 bits (not exact_prompts) may round q, k, v and the weights of attend_all
  *   buffers           outputs start as NaN (all bits set) and are followed by guard bytes; inputs must stay unchanged
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -NAME before them: only the
@@ -601,6 +602,12 @@ static void add_chain(TestStep *s, int seq, int len, int n) {
     s->n_segs++;
 }
 
+// Of the chain's rows, those from .. from + n - 1 are a picture.
+static void add_picture(TestStep *s, int from, int n) {
+    Row *row = &s->rows[s->segs[s->n_segs - 1].first + from];
+    for (int i = 0; i < n; i++) row[i].ahead = n - 1 - i;
+}
+
 // The parent of row i is a random row before it, at most `wide` rows back; wide 0: row (i - 1) / 2.
 static void add_tree(TestStep *s, int seq, int len, int n, int wide) {
     const int first = s->n_rows;
@@ -780,7 +787,7 @@ static void test_matmul(void) {
                                                          { 1, 256 },
                                                          { 300, 512 }, { 40, 4352 }, { 5, 4128 },
                                                          { 33, 77 }, { 7, 1000 }, { 64, 1 }, { 1, 2817 },
-                                                         { 9, 10752 } };
+                                                         { 9, 10752 }, { 9, 4304 } };
     for (int t = 0; t < N_TYPES; t++)
         for (int k = 0; k < (int)(sizeof shapes / sizeof *shapes); k++) {
             static const int ins[] = { IN_X, IN_X | IN_W_PRE, IN_X | IN_DELTA | IN_W_POST | IN_W_PRE | IN_X_OUT };
@@ -970,7 +977,8 @@ static void test_gate_up(void) {
         { T_F16, T_F16, 32, 2816, ACT_GELU, true }, { T_BF16, T_BF16, 33, 1000, ACT_SILU, false },
         { T_F32, T_F32, 7, 77, ACT_GELU, true },
         { T_F16, T_Q8_0, 64, 704, ACT_GELU, false }, { T_Q8_0, T_Q4_0, 8480, 32, ACT_GELU, true },
-        { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }
+        { T_Q8_0, T_BF16, 1, 64, ACT_SILU, true }, { T_F16, T_F16, 4304, 48, ACT_GELU, false },
+        { T_Q8_0, T_Q8_0, 4304, 96, ACT_GELU, false }
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         const int cols = cases[k].cols, n = cases[k].rows, rows = 100;
@@ -1696,7 +1704,7 @@ static void attend_store_case(AttendCase t, bool reader, const TestStep *s) {
                                   .out = { room_f("product", n * 40) } });
         for (int from = 0, to; from < n; from = to) {
             // if rows see later rows, those must be stored before
-            to = path == 2 && !from && n > 1 && t.own != OWN_ALL ? n / 2 : n;
+            to = path == 2 && !from && n > 1 && t.own != OWN_ALL && !s->rows[n / 2 - 1].ahead ? n / 2 : n;
             const Batch view = batch_from(batch, (Run){ from, to - from });
             QkvStore part = store;
             part.batch = &view;
@@ -2008,8 +2016,34 @@ static void attend_prompts(TestStep *s) {
     }
 }
 
+// Pictures, of which every row sees all in the window: larger and smaller than it, at both ends of a step, several in
+// a chain, at the edges of tiles, in rings that wrap, staged or not, in steps of a few rows and in prompts.
+static void attend_pictures(TestStep *s) {
+    static const KvType types[] = { KV_F32, KV_F16, KV_BF16, KV_F16 };
+    for (int k = 0; k < 12; k++) {
+        static const int n[] = { 5, 9, 64, 40, 64, 130, 200, 70, 100, 66, 220, 130 };
+        const KvType type = k % 4 == 3 ? kv_types[3 + k / 4] : types[k % 4];
+        const int window = 24 << k % 5, at = (int)rnd(500), first = (int)rnd((uint32_t)n[k] / 2);
+        const int hd = type == KV_F16 && n[k] > STEP_ROWS ? 256 : 128 << k % 2, many = 1 + (int)rnd((uint32_t)n[k] / 2);
+        memset(s, 0, sizeof *s);
+        add_chain(s, 1, at, n[k]);
+        add_picture(s, first, many);
+        if (first + many + 2 < n[k]) add_picture(s, first + many + 1, n[k] - first - many - 1);        // to the end
+        if (k % 3 == 2) add_chain(s, 0, 70, n[k] > STEP_ROWS ? 30 : 4), add_picture(s, 0, 3);
+        if (k == 10) add_tree(s, 2, 40, 12, 5);
+        const int slots = (window + STEP_ROWS + TILE_SLOTS - 1) / TILE_SLOTS * TILE_SLOTS;
+        attend_case((AttendCase){ type, hd, 4, 1 + k % 2, slots, 0, window, OWN_CAUSAL, n[k] > STEP_ROWS, false, 1 },
+                    s);
+        if (n[k] <= STEP_ROWS)
+            attend_store_case((AttendCase){ type, hd, 4, 2, slots, 0, window, OWN_CAUSAL, k == 3, false, 1 }, false, s);
+        if (k % 4) continue;                           // a global layer does not look ahead
+        attend_case((AttendCase){ type, hd, 4, 1, 1088, 0, 0, OWN_CAUSAL, false, false, 1 }, s);
+    }
+}
+
 static void test_attend(void) {
     TestStep *s = alloc_or_die(1, sizeof *s);
+    attend_pictures(s);
     attend_shapes();
     attend_windows();
     attend_own_rows(s);
@@ -2706,6 +2740,167 @@ static void test_verify_walk(void) {
     }
 }
 
+// ---- images ---------------------------------------------------------------------------------------------------------
+
+static void test_clamp(void) {
+    static const Range ranges[] = { { -0.5f, 0.25f }, { -INFINITY, INFINITY }, { 0, INFINITY }, { -INFINITY, -1 } };
+    for (int k = 0; k < 8; k++) {
+        const int rows = k % 2 ? 65 : 3, cols = k < 4 ? 176 : 1001;
+        const bool in_place = k & 4;
+        if (!CASE("clamp", "%d rows, cols %d, case %d", rows, cols, k)) continue;
+        const size_t n = (size_t)(rows * cols);
+        float *x = floats(n, 2, 0), *want = keep(n, sizeof *want);
+        x[5] = NAN;
+        x[6] = INFINITY;
+        Clamp o = { .n_rows = rows, .cols = cols, .x = x, .range = ranges[k % 4], .out = want };
+        reference_ops()->clamp(&o);
+        o.out = in_place ? change_f("x", x, n) : room_f("out", n);
+        o.x = in_place ? o.out : put_f("x", x, n);
+        op->clamp(&o);
+        const float *got = fetch_f(o.out, n);
+        CHECK(isnan(got[5]) && isnan(want[5]), "%s: got %g for NaN, want NaN", now, (double)got[5]);
+        same_bits("out", got + 6, want + 6, n - 6, sizeof(float));
+        same_bits("out", got, want, 5, sizeof(float));
+        sweep();
+    }
+}
+
+static void test_gelu_product(void) {
+    for (int k = 0; k < 4; k++) {
+        const int rows = k % 2 ? 70 : 3, cols = k < 2 ? 160 : 333;
+        if (!CASE("gelu_product", "%d rows, cols %d", rows, cols)) continue;
+        const size_t n = (size_t)(rows * cols);
+        const float *gate = floats(n, 6, 0), *up = floats(n, 3, 0);
+        Expect e = expect(rows, cols);
+        GeluProduct o = { .n_rows = rows, .cols = cols, .gate = gate, .up = up, .out = e.want };
+        reference_ops()->gelu_product(&o);
+        for (size_t i = 0; i < n; i++) e.bound[i] = (float)TOL_ACT * fabsf(gate[i] * up[i]) + 1e-9f;
+        o.out = k % 2 ? room_f("out", n) : change_f("gate", gate, n);
+        o.gate = k % 2 ? put_f("gate", gate, n) : o.out;
+        o.up = put_f("up", up, n);
+        op->gelu_product(&o);
+        compare("out", fetch_f(o.out, n), (size_t)cols, e.want, e.bound, rows, cols);
+        sweep();
+    }
+}
+
+static void test_layer_norm(void) {
+    static const int widths[] = { 6912, 32, 3840, 77 };
+    for (int k = 0; k < 8; k++) {
+        const int rows = k % 3 ? 5 : 66, cols = widths[k % 4];
+        const bool in_place = k & 1;
+        if (!CASE("layer_norm", "%d rows, cols %d, case %d", rows, cols, k)) continue;
+        const size_t n = (size_t)(rows * cols), wide = (size_t)cols;
+        float *x = floats(n, 1, k < 4 ? 0.5 : 30), *add = floats(wide, 1, 0), *add_rows = floats(n, 1, 0);
+        const float *w = floats(wide, 1, 1), *bias = floats(wide, 1, 0);
+        for (int i = 0; i < cols; i++) x[i] = 3;       // row 0: no variance, unless something is added
+        Expect e = expect(rows, cols);
+        LayerNorm o = { .n_rows = rows, .cols = cols, .x = x, .add = k & 2 ? add : NULL,
+                        .add_rows = k & 4 ? add_rows : NULL, .w = w, .bias = bias, .eps = 1e-5f, .out = e.want };
+        reference_ops()->layer_norm(&o);
+        for (size_t i = 0; i < n; i++)                 // the mean that is subtracted, over the deviation
+            e.bound[i] = (float)(TOL_NORM * (k < 4 ? 8 : 200) * (1 + fabsf(e.want[i])));
+        for (int i = 0; i < cols && !(k & 6); i++) e.bound[i] += 1e-3f;
+        o.out = in_place ? change_f("x", x, n) : room_f("out", n);
+        o.x = in_place ? o.out : put_f("x", x, n);
+        if (o.add) o.add = put_f("add", add, wide);
+        if (o.add_rows) o.add_rows = put_f("add_rows", add_rows, n);
+        o.w = put_f("w", w, wide);
+        o.bias = put_f("bias", bias, wide);
+        op->layer_norm(&o);
+        compare("out", fetch_f(o.out, n), wide, e.want, e.bound, rows, cols);
+        sweep();
+    }
+}
+
+static void test_rope_2d(void) {
+    static const int sizes[][2] = { { 2, 64 }, { 16, 72 }, { 12, 64 }, { 1, 128 }, { 3, 8 } };     // heads, head_dim
+    for (int k = 0; k < 10; k++) {
+        const int rows = k % 2 ? 67 : 3, heads = sizes[k % 5][0], hd = sizes[k % 5][1];
+        if (!CASE("rope_2d", "%d rows, %d heads of %d", rows, heads, hd)) continue;
+        const size_t n = (size_t)(rows * heads * hd);
+        float *const v[3] = { floats(n, 2, 0), floats(n, 2, 0), floats(n, 2, 0) };
+        const float *w_q = floats((size_t)hd, 1, 1), *w_k = floats((size_t)hd, 1, 1);
+        int32_t *pos = keep((size_t)rows * 2, sizeof *pos);
+        double *inv_freq = keep((size_t)hd / 4, sizeof *inv_freq);
+        for (int r = 0; r < rows; r++) {
+            pos[2 * r] = r == 2 ? 3359 : (int32_t)rnd(60);
+            pos[2 * r + 1] = r == 1 ? 3359 : (int32_t)rnd(60);
+        }
+        for (int i = 0; i < hd / 4; i++) inv_freq[i] = pow(100, -4.0 * i / hd);
+        Rope2d o = { .n_rows = rows, .n_heads = heads, .head_dim = hd, .w_q = put_f("w_q", w_q, (size_t)hd),
+                     .w_k = put_f("w_k", w_k, (size_t)hd), .pos = put("pos", pos, (size_t)rows * 2, sizeof *pos),
+                     .inv_freq = put("inv_freq", inv_freq, (size_t)hd / 4, sizeof *inv_freq), .eps = 1e-6f };
+        o.q = change_f("q", v[0], n);
+        o.k = change_f("k", v[1], n);
+        o.v = change_f("v", v[2], n);
+        op->rope_2d(&o);
+        const float *const got[3] = { o.q, o.k, o.v };
+        reference_ops()->rope_2d(&(Rope2d){ .n_rows = rows, .n_heads = heads, .head_dim = hd, .q = v[0], .k = v[1],
+                                            .v = v[2], .w_q = w_q, .w_k = w_k, .pos = pos, .inv_freq = inv_freq,
+                                            .eps = 1e-6f });
+        for (int i = 0; i < 3; i++) {
+            Expect e = expect(rows * heads, hd);
+            memcpy(e.want, v[i], n * sizeof *e.want);
+            set_norm_bounds(&e, n, hd);
+            compare(i == 0 ? "q" : i == 1 ? "k" : "v", fetch_f(got[i], n), (size_t)hd, e.want, e.bound, rows * heads,
+                    hd);
+        }
+        sweep();
+    }
+}
+
+// Scores of up to about `size`: from nearly equal weights to one key that takes all.
+static void attend_all_case(int rows, int heads, int hd, double size) {
+    if (!CASE("attend_all", "%d rows, %d heads of %d, scores of %g", rows, heads, hd, size)) return;
+    const int cols = heads * hd;
+    const size_t n = (size_t)(rows * cols);
+    const float *q = floats(n, sqrt(size * 3 / hd), 0), *k = floats(n, sqrt(size * 3 / hd), 0), *v = floats(n, 3, 0.5);
+    Expect e = expect(rows, cols);
+    AttendAll o = { .n_rows = rows, .n_heads = heads, .head_dim = hd, .q = q, .k = k, .v = v, .scale = 0.75f,
+                    .out = e.want };
+    reference_ops()->attend_all(&o);
+    const double exact = TOL_ATTEND * (1 + size), rounded = TOL_ATTEND_16 * (1 + size / 8);
+    for (size_t i = 0; i < n; i++) e.bound[i] = (float)(3.5 * (op->exact_prompts ? exact : rounded));
+    o.q = put_f("q", q, n);
+    o.k = put_f("k", k, n);
+    o.v = put_f("v", v, n);
+    o.out = room_f("out", n);
+    op->attend_all(&o);
+    compare("out", fetch_f(o.out, n), (size_t)cols, e.want, e.bound, rows, cols);
+    sweep();
+}
+
+static void test_attend_all(void) {
+    static const int sizes[][2] = { { 2, 64 }, { 2, 72 }, { 1, 128 }, { 3, 8 }, { 1, 80 } };
+    static const int rows[] = { 130, 1, 64, 65, 9, 200 };
+    for (int k = 0; k < 5; k++)
+        for (int r = 0; r < 6; r++) attend_all_case(rows[r], sizes[k][0], sizes[k][1], r % 3 == 0 ? 1 : r % 3 * 8);
+}
+
+static void test_pool(void) {
+    for (int k = 0; k < 8; k++) {
+        const int side = k % 3 == 2 ? 2 : 3, w = side * (k % 2 ? 1 : 7), h = side * (k % 3 ? 5 : 2);
+        const int cols = k % 2 ? 72 : 333, rows = w * h / (side * side);
+        const bool standardised = k & 4;
+        if (!CASE("pool", "%d x %d by %d, cols %d, std %d", w, h, side, cols, standardised)) continue;
+        const size_t n = (size_t)(w * h * cols), wide = (size_t)cols;
+        const float *x = floats(n, 2, 0), *sub = floats(wide, 90000, 0), *mul = floats(wide, 1, 0);
+        Expect e = expect(rows, cols);
+        Pool o = { .w = w, .h = h, .side = side, .cols = cols, .x = x, .factor = 12, .sub = standardised ? sub : NULL,
+                   .mul = standardised ? mul : NULL, .out = e.want };
+        reference_ops()->pool(&o);
+        for (size_t i = 0; i < (size_t)rows * wide; i++)
+            e.bound[i] = 4e-7f * (24 + (standardised ? fabsf(sub[i % wide]) : 0));
+        o.x = put_f("x", x, n);
+        if (standardised) o.sub = put_f("sub", sub, wide), o.mul = put_f("mul", mul, wide);
+        o.out = room_f("out", (size_t)rows * wide);
+        op->pool(&o);
+        compare("out", fetch_f(o.out, (size_t)rows * wide), wide, e.want, e.bound, rows, cols);
+        sweep();
+    }
+}
+
 // ---- all ------------------------------------------------------------------------------------------------------------
 
 // only: names of the operations to test, NULL after the last; none: all.
@@ -2733,7 +2928,10 @@ static void run_all(const Ops *table, char **only) {
         { "sample", op->sample, test_sample },
         { "verify_walk", op->verify_walk, test_verify_walk },
         { "head_centroid", op->head_centroid, test_head_centroid },
-        { "pair", op->pair, test_pair }
+        { "pair", op->pair, test_pair },
+        { "clamp", op->clamp, test_clamp }, { "gelu_product", op->gelu_product, test_gelu_product },
+        { "layer_norm", op->layer_norm, test_layer_norm }, { "rope_2d", op->rope_2d, test_rope_2d },
+        { "attend_all", op->attend_all, test_attend_all }, { "pool", op->pool, test_pool }
     };
     for (char **name = only; *name; name++) {
         bool known = false;
