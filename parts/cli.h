@@ -680,7 +680,8 @@ static const char *tensor_places(const Flags *f) {
     }
     if (f->cpu_moe) fprintf(out, "exps=CPU,");
     if (fclose(out)) die("-ot: out of memory");
-    return n ? list : NULL;
+    if (!n) free(list), list = NULL;
+    return list;
 }
 
 static ModelOptions plan_options(const Flags *f) {
