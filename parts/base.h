@@ -83,8 +83,8 @@ char *read_text(const char *path, size_t *size, const char *flag);
 //
 // An Output gets its name when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and an older TARGET
 // is kept. A process that ends early removes this file, after a signal too; only SIGKILL and a crash leave it, which
-// does no harm, since the digits are random. What is no regular file (a pipe, /dev/null) is written in place. One Output
-// at a time.
+// does no harm, since the digits are random. What is no regular file (a pipe, /dev/null) is written in place. One
+// Output at a time.
 typedef struct {
     const char *path;         // as the user wrote it
     char *target, *tmp;       // path with its symbolic links resolved; the temporary name, NULL: in place
