@@ -87,8 +87,9 @@ char *read_text(const char *path, size_t *size, const char *flag);
 // All files that the program writes, it writes through these functions: a file is as it was before, or complete.
 //
 // An Output gets its name when it is complete. Until then it is called TARGET.(8 hex digits).tmp, and an older TARGET
-// is kept. A process that ends early removes this file; one that is killed with SIGKILL leaves it, which does no harm,
-// since the digits are random. What is no regular file (a pipe, /dev/null) is written in place. One Output at a time.
+// is kept. A process that ends early removes this file, after a signal too; only SIGKILL and a crash leave it, which
+// does no harm, since the digits are random. What is no regular file (a pipe, /dev/null) is written in place. One
+// Output at a time.
 typedef struct {
     const char *path;         // as the user wrote it
     char *target, *tmp;       // path with its symbolic links resolved; the temporary name, NULL: in place
@@ -395,10 +396,10 @@ static void on_kill(int signal_number) {
 }
 
 static void handle_kills(void) {                       // but those that the process ignores or handles
-    static const int signals[] = { SIGINT, SIGTERM, SIGHUP, SIGPIPE };
+    static const int signals[] = { SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGXCPU, SIGPIPE };
     const struct sigaction act = { .sa_handler = on_kill };
     struct sigaction before;
-    for (int i = 0; i < 4; i++)
+    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
         if (!sigaction(signals[i], NULL, &before) && before.sa_handler == SIG_DFL) sigaction(signals[i], &act, NULL);
 }
 
@@ -421,11 +422,11 @@ int create_model_output(Output *o, const char *path, mode_t mode) {
         clock_gettime(CLOCK_REALTIME, &now);
         const uint64_t seed = (uint64_t)now.tv_sec << 30 ^ (uint64_t)now.tv_nsec ^ (uint64_t)getpid() << 44;
         snprintf(o->tmp, size, "%s.%08x.tmp", o->target, (unsigned)((seed + (uint64_t)k) * 0x9E3779B97F4A7C15u >> 32));
+        unfinished = o->tmp;                           // before it exists: a signal finds a name or no file
         o->fd = open(o->tmp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, exists ? 0600 : mode);
         if (o->fd < 0 && errno != EEXIST) return errno;
     }
     if (o->fd < 0) return EEXIST;
-    unfinished = o->tmp;
     if (exists && fchown(o->fd, old.st_uid, old.st_gid)) {}            // only root may change the owner
     if (exists && fchmod(o->fd, old.st_mode & 07777)) {}               // some file systems have no modes
     return 0;

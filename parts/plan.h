@@ -556,6 +556,9 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     assert(o.n_seqs >= 1 && o.n_seqs <= MAX_SESSIONS);
     if ((o.pflash || o.pflash_density) && !ops->block_select)
         die("--pflash: the %s backend has no sparse attention", ops->name);
+    if ((o.pflash || o.pflash_density) && o.tail && (kv_group(o.k_type) || kv_group(o.v_type)))
+        fprintf(stderr, "# note: --kv-tail: with --pflash, chunks of a prompt with more than %d tokens do not "
+                "read it\n", STEP_ROWS);
     if (o.can_score && !ops->attn_mass) die("--compress: the %s backend cannot score tokens", ops->name);
     if (o.n_batch != BATCH_FIT) o.n_batch = max_int(o.n_batch, STEP_ROWS);
     o.n_logits = max_int(o.n_logits, o.n_seqs);

@@ -34,9 +34,11 @@ plant() { # plant N FILE: replaces the one occurrence of the text in the copy's 
         }
         END { exit n != 1 }' "$root/$2" >"$tree/$2"
 }
-build() { # build SUITE: what it runs, in the copy
-    if [ -f "$tree/tests/$1.c" ]; then set -- "build/$1"; else set -- build/gemma4-dev; fi
-    make -s -C "$tree" ENGINE=cpu EMULATOR= "$1" >"$tree/build.log" 2>&1
+build() { # build SUITE: what it runs, in the copy: a program of its own, or gemma4, or both
+    if [ ! -f "$tree/tests/$1.c" ]; then set -- build/gemma4-dev
+    elif grep -q GEMMA4 "$tree/tests/$1.c"; then set -- "build/$1" build/gemma4-dev
+    else set -- "build/$1"; fi
+    make -s -C "$tree" ENGINE=cpu EMULATOR= "$@" >"$tree/build.log" 2>&1
 }
 passes() { # passes SUITE
     JOBS=1 BUILD=build GEMMA4="$tree/build/gemma4-dev" sh "$tree/tests/run.sh" "$1" >"$tree/run.log" 2>&1

@@ -231,6 +231,9 @@ static void compare(const Ops *base, const Case *k) {
               "%s, turn %d: got %d tokens, %d steps, %d run, '%s'; want %d, %d, %d, '%s'", name, t, a->made, a->steps,
               a->n_run, a->why, b->made, b->steps, b->n_run, b->why);
         CHECK(a->hash == b->hash, "%s, turn %d: other last logits", name, t);
+        const int thought = k->budget < 0 || t ? b->thought_tokens : k->budget;        // a budget ends the first thought
+        CHECK(a->thought_tokens == thought, "%s, turn %d: %d tokens of thought, want %d", name, t, a->thought_tokens,
+              thought);
     }
     CHECK(got.len == want.len && got.n_held == want.n_held &&
           !memcmp(got.held, want.held, (size_t)got.n_held * sizeof *got.held),

@@ -701,6 +701,11 @@ ok "bench --pflash-density: prints the result" grep -qE '"pflash_density": 0\.9[
 run bench "$model" -r 1 -p 128 -n 0 --pflash --pflash-from 0
 ok "bench --pflash: a number is not needed" [ "$status" -eq 0 ]
 ok "bench --pflash: a short prompt is dense" grep -q 'pFlash: 100.0 %' "$tmp/out"
+note="# note: --kv-tail: with --pflash, chunks of a prompt with more than 64 tokens do not read it"
+run "$model" -p hi -n 1 --pflash --kv-tail 64 -ctk q8_0
+ok "--pflash with --kv-tail: says what prompts do not read" [ "$(grep -cFx -e "$note" "$tmp/err")" -eq 1 ]
+run "$model" -p hi -n 1 --pflash --kv-tail 64
+ok "--pflash with an f16 cache: there is no tail" none err "note:"
 run bench "$model" -r 1 -p 128 -n 0 -o csv
 ok "bench without: no density" grep -qE ',0,0,0,[^,]+,[^,]+$' "$tmp/out"
 run "$model" -p "$(yes 'The fox ran.' | head -n 40)" -v -n 1 --pflash 0.2 --pflash-from 0

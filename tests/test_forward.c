@@ -1093,7 +1093,7 @@ static const Edit edits[] = {
     { 0, SET_INT, "gemma4.attention.sliding_window", NULL, { 0 }, NULL },
     { 0, SET_INT, "gemma4.attention.sliding_window_pattern", NULL, { 2 }, NULL },
     { 0, SET_INTS, "gemma4.attention.sliding_window_pattern", NULL, { 1, 0, 1, -1 }, NULL },
-    { 0, SET_INT, "gemma4.attention.shared_kv_layers", NULL, { 4 }, NULL },
+    { 0, SET_INT, "gemma4.attention.shared_kv_layers", "shared_kv_layers': expected an integer in 0..3, got 4 (E_META_RANGE", { 4 }, NULL },
     { 0, SET_INT, "gemma4.attention.shared_kv_layers", NULL, { 3 }, NULL },
     { 0, SET_INT, "gemma4.feed_forward_length", NULL, { 0 }, NULL },
     { 0, SET_INT, "gemma4.feed_forward_length", "blk.0.ffn_gate.weight", { 96 }, NULL },

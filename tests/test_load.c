@@ -437,6 +437,17 @@ static void test_folders(const char *model) {
     CHECK(!run_model(write_draft(&d, in_tmp("keys.gguf")), "-v") && output_has("stderr", scaled),
           "a factor of 8: other logits in a folder than in a file");
 
+    // the part of the pairs that rotate: half of them in a folder, the same in the factors of a file
+    new_folder(model);
+    edit_folder(CONFIG, "\"partial_rotary_factor\": 0.25", "\"partial_rotary_factor\": 0.5");
+    snprintf(scaled, sizeof scaled, "%s", folder_hash());
+    CHECK(*scaled && strcmp(scaled, base), "a partial_rotary_factor of 0.5 changes nothing");
+    d = read_draft(model);
+    DraftTensor *factors = draft_tensor(&d, "rope_freqs.weight");
+    for (size_t i = 0; i < factors->data.n / 8; i++) memcpy(factors->data.data + 4 * i, &(float){ 1 }, 4);
+    CHECK(!run_model(write_draft(&d, in_tmp("keys.gguf")), "-v") && output_has("stderr", scaled),
+          "a partial_rotary_factor of 0.5: other logits than in a file that rotates half of the pairs");
+
     // the soft-cap may be absent, and end ids and greedy sampling come from either file
     new_folder(model);
     edit_folder(CONFIG, "\"final_logit_softcapping\": 30.0", "\"final_logit_softcapping\": null");

@@ -215,10 +215,46 @@ static void test_outliers(void) {
     CHECK(step_seconds(&p, 8) > 29 && step_seconds(&p, 8) < 31, "60 steps of 30: %.3f", step_seconds(&p, 8));
 }
 
+// Drafts from the text itself: beyond its end they repeat with the distance to the match; after drafts that all failed
+// the next match has to be longer, until a draft is accepted; drafts that save time fill the budget up to its limit.
+static void test_ngrams(void) {
+    static const int32_t text[] = { 7, 1, 2, 3, 1, 2, 3, 1, 2, 3 }, once[] = { 5, 1, 2, 3, 4, 6, 9, 1, 2, 3, 4 };
+    enum { N = sizeof text / sizeof *text, M = sizeof once / sizeof *once };
+    Speculator s;
+    int32_t drafts[DRAFT_MAX] = { 0 };
+    speculator_init(&s);
+    ngrams_add(&s.ngrams, text, N, false);
+    const int n = ngrams_look_up(&s.ngrams, text, N, NGRAM_MIN, 8, drafts);
+    for (int i = 0; i < 8; i++)
+        CHECK(n == 8 && drafts[i] == 1 + i % 3, "draft %d of %d: got %d, expected %d", i, n, drafts[i], 1 + i % 3);
+    speculator_free(&s);
+    speculator_init(&s);                               // the longest match of this text has 4 tokens
+    s.options.kind = SPEC_NGRAM;
+    static const struct { int accepted, expected, min_match; } steps[] = {
+        { 4, 4, 3 }, { 0, 0, 5 }, { 0, 0, 7 }, { 1, 2, 3 } };          // of 4 drafts; then: drafts, length of a match
+    for (int i = 0; i < N_OF(steps); i++) {
+        ngrams_learn(&s.ngrams, 4, steps[i].accepted);
+        const int found = draft_ngrams(&s, once, M, 4, drafts);
+        CHECK(found == steps[i].expected && s.ngrams.min_match == steps[i].min_match && (!found || drafts[0] == 6),
+              "%d of 4 accepted: %d drafts of %d, matches of %d; expected %d of 6, matches of %d", steps[i].accepted,
+              found, drafts[0], s.ngrams.min_match, steps[i].expected, steps[i].min_match);
+    }
+    speculator_free(&s);
+    speculator_init(&s);
+    Pace p = { .draft_share = 0 };
+    s.options.kind = SPEC_AUTO;
+    s.drafts = (Drafts){ .n = 4, .depth = 4, .source = SPEC_NGRAM };
+    for (int i = 0; i < 9; i++) speculator_learn(&s, &p, 4, 0);
+    CHECK(s.budget[SPEC_NGRAM] == budget_max, "9 steps that save 4 each: a budget of %g steps, expected %g",
+          s.budget[SPEC_NGRAM], budget_max);
+    speculator_free(&s);
+}
+
 int main(int argc, char **argv) {
     const bool tell = argc > 1 && !strcmp(argv[1], "-v");
     for (int m = 0; m < N_OF(machines); m++)
         for (int t = 0; t < N_OF(texts); t++) test_text(&machines[m], &texts[t], tell);
     test_outliers();
+    test_ngrams();
     return test_done("test_pace");
 }

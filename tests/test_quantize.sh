@@ -225,7 +225,7 @@ long=$tmp/long.gguf
 holes=$(du -k "$long" | awk '{ print ($1 < 200000) }')
 [ "$holes" = 1 ] || rm -f "$long"
 in_the_middle() { # in_the_middle COMMAND...: starts a run on $long; when its file exists, runs the command with the pid
-    env --default-signal=INT "$gemma4" quantize "$long" "$tmp/stay.gguf" q6_k -t 1 >"$tmp/out" 2>"$tmp/err" &
+    env --default-signal=INT,QUIT "$gemma4" quantize "$long" "$tmp/stay.gguf" q6_k -t 1 >"$tmp/out" 2>"$tmp/err" &
     pid=$!
     while [ -z "$(ls "$tmp" | grep 'stay.gguf.*tmp')" ] && kill -0 $pid 2>/dev/null; do sleep 0.01; done
     "$@" $pid 2>/dev/null
@@ -235,7 +235,7 @@ in_the_middle() { # in_the_middle COMMAND...: starts a run on $long; when its fi
 }
 if [ "$holes" != 1 ]; then
     skip "no sparse files here: runs that are interrupted"
-elif env --default-signal=INT true 2>/dev/null; then      # a shell starts background commands with SIGINT ignored
+elif env --default-signal=INT true 2>/dev/null; then      # a shell starts background commands with SIGINT and SIGQUIT ignored
     in_the_middle kill -KILL
     ok "kill -9: it was in the middle" [ "$status" -eq 137 ]
     ok "kill -9: the old file stands" same "$tmp/stay.txt" "$tmp/stay.gguf"
@@ -251,6 +251,10 @@ elif env --default-signal=INT true 2>/dev/null; then      # a shell starts backg
     in_the_middle kill -TERM
     ok "SIGTERM: exit status 143" [ "$status" -eq 143 ]
     ok "SIGTERM: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
+    ulimit -c 0                                         # no core file
+    in_the_middle kill -QUIT
+    ok "SIGQUIT: exit status 131" [ "$status" -eq 131 ]
+    ok "SIGQUIT: nothing is left" [ -z "$(ls "$tmp" | grep tmp)" ]
     trap '' HUP
     long=$tmp/tiny-moe-f32.gguf                         # short enough to finish
     for _ in 1 2 3 4 5 6 7 8 9; do

@@ -107,6 +107,13 @@ for change in s/256/0/ s/256/-1/ 's/"dim"/"din"/' 's/"n_heads":2/"n_heads":3/' '
     sed "$change" "$tmp/mini/model.json" >"$tmp/bad/model.json"
     one_line "model.json, $change" "$tmp/bad/" view "$tmp/bad"
 done
+rm -rf "$tmp/bad"
+cp -r "$tmp/mini-e" "$tmp/bad"
+for key in n_kv_heads head_dim; do                 # of layer 5, which reads the cache of layer 3
+    awk -v key="$key" '/"window"/ && n++ == 5 { sub("\"" key "\":[0-9]*", "\"" key "\":2") } 1' "$tmp/mini-e/model.json" \
+        >"$tmp/bad/model.json"
+    one_line "another $key than the cache that it reads" "model.json: layer 5: its sizes contradict each other" view "$tmp/bad"
+done
 copy
 for file in rows l_out-3 Qcur_pos-0 lens-5 ffn_moe_logits-4; do      # values that are not numbers
     head -c "$(wc -c <"$tmp/mini/$file.f32")" /dev/zero | tr '\0' '\377' >"$tmp/bad/$file.f32"
