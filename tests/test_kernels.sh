@@ -1,10 +1,10 @@
 #!/bin/sh
 # The kernels of gemma4_kernels.cu without a GPU: g++ compiles them and tests/cuda_on_cpu executes them; its
 # cuda_runtime.h says what that proves and what it does not. First tests of the emulator itself, with deliberate
-# faults; the plans for each card; then each operation as an RTX 3090 and whole models as that and as an H100, against
-# the CPU backend; the sampler, the layout of weights, speculative decoding; the operations and the sampler of parts/plain.cu.
-# LONG=1: all cases of operations, as an H100 too, both models on all cards of parts/cards.h, every conversation whose steps run ahead of the host,
-# drafts for several sessions at once. On a machine with a GPU the same programs run all cases on it.
+# faults; the plans for each card; then each operation and a whole model as an RTX 3090, against the CPU backend; the
+# sampler, the layout of weights, image towers; the operations and the sampler of parts/plain.cu.
+# LONG=1: all cases of operations, as an H100 too, two models on all cards of parts/cards.h, every conversation whose
+# steps run ahead of the host, drafts, several sessions at once. On a machine with a GPU the same programs run all cases on it.
 # Environment: BUILD (build), STRICT=1 (a skip fails), LONG=1.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
@@ -53,8 +53,7 @@ one test_cards
 for card in rtx3090 $others; do one test_ops -cuda $few card=$card; done
 if [ -n "$long" ]; then
     for card in h100 rtx3090 $others; do one test_cuda -few card=$card tiny-moe-q4_k_m mini; done
-else                                  # each card a model, each model a card
-    one test_cuda -few card=h100 tiny-moe-q4_k_m
+else
     one test_cuda -few card=rtx3090 mini
 fi
 one test_sampling -cuda seen position card=rtx3090
@@ -62,11 +61,11 @@ one test_ops -plain -few
 one test_ops -plain embed             # every type of weights
 one test_sampling -plain -few
 one test_vision -cuda $few card=rtx3090
-[ -z "$long" ] || one test_cuda -few micro-dense-f16     # test_draft too has a dense target
+[ -z "$long" ] || one test_cuda -few micro-dense-f16     # another dense target: test_draft
 [ -z "$long" ] || one test_cuda -few -host card=rtx3090 tiny-moe-q4_k_m mini
 one test_layout
 one test_ops -cuda $few -host expert_gate_up expert_down card=rtx3090
 [ -z "$long" ] || one test_ahead -cuda card=rtx3090
 [ -z "$long" ] || one test_verify -few card=rtx3090      # test_draft verifies too
-one test_draft -few $long card=rtx3090
+[ -z "$long" ] || one test_draft -few -long card=rtx3090
 finish
