@@ -311,9 +311,9 @@ static bool run_confined(TokStr program, const char *word, const volatile sig_at
     if (!mkdtemp(folder)) die("--run-code: %s: %s", folder, strerror(errno));
     snprintf(path, sizeof path, "%s/program.py", folder);
     write_output_file("--run-code", path, program.s, program.n, false);
-    snprintf(path, sizeof path, "%s/out", folder);
-    const int out = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (out < 0) die("--run-code: %s: %s", path, strerror(errno));
+    FILE *const file = tmpfile();
+    if (!file) die("--run-code: a temporary file: %s", strerror(errno));
+    const int out = fileno(file);
     fflush(stdout);
     const pid_t child = fork();
     if (child < 0) die("--run-code: cannot start a process: %s", strerror(errno));
@@ -321,7 +321,7 @@ static bool run_confined(TokStr program, const char *word, const volatile sig_at
     const int status = wait_for_program(child, stop);
     const off_t size = lseek(out, 0, SEEK_END), n = (off_t)strlen(word) + 1;
     const bool read_all = size >= n && pread(out, end, (size_t)n, size - n) == n;
-    close(out);
+    fclose(file);
     nftw(folder, remove_from_child, 16, FTW_DEPTH | FTW_PHYS);
     return !status && read_all && !strncmp(end, word, strlen(word));
 }
