@@ -11,7 +11,9 @@
 // of which is committed. "@ dN": with N tokens in the context. They are run first; with "(random fill)" the cache is
 // filled with random numbers instead, which is faster; attention reads as many bytes. tgN (forced) generates N
 // tokens in steps with drafts, of which a given fraction is accepted at random: the text means nothing, the time does.
-// Every test is run once to warm up, then several times: mean and standard deviation of tokens (vsN: rows) per second.
+// imgN computes the N soft rows of a picture of noise, already resized; the text model does not run.
+// Every test is run once to warm up, then several times: mean and standard deviation of tokens (vsN, imgN:
+// rows) per second.
 
 typedef enum { FORMAT_MD, FORMAT_CSV, FORMAT_JSON, FORMAT_JSONL, FORMAT_SQL } Format;
 
@@ -22,7 +24,7 @@ typedef struct {              // drafts that are accepted at random
 } Forced;
 
 typedef struct {
-    IntList prompts, generated, rows, depths;          // an element 0 of the first three skips that test
+    IntList prompts, generated, rows, images, depths;  // an element 0 of all but depths skips that test
     IntList pair_prompts, pair_generated;              // tests of a prompt and then generation
     int n_printed;            // rows that runs before this one have printed
     bool is_last;             // no run follows
@@ -33,7 +35,7 @@ typedef struct {
     Format format;
 } BenchOptions;
 
-typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST, FORCED_TEST, PAIR_TEST } BenchKind;
+typedef enum { PROMPT_TEST, GENERATE_TEST, VERIFY_TEST, FORCED_TEST, PAIR_TEST, IMAGE_TEST } BenchKind;
 enum { VERIFY_STEPS = 32 };   // steps of a verification run
 
 typedef struct {
@@ -48,6 +50,8 @@ typedef struct {
     size_t   free_before;     // free bytes of the device before the model was loaded
     int      n_printed;
     int      n_first;         // PAIR_TEST: tokens of the prompt
+    uint8_t *picture;         // noise, levels of the largest picture
+    float   *soft;            // its soft rows
     Forced   forced;
     double   draft_seconds, verify_seconds;            // of the last run with drafts
     int      n_steps, n_made;                          // its steps with drafts; tokens made
@@ -142,6 +146,14 @@ static void bench_prompt(Bench *b, int n, const char *what) {          // what: 
     }
 }
 
+// Computes the soft rows of a picture of n tokens, as near to a square as n allows.
+static void bench_picture(Bench *b, int n) {
+    int h = (int)sqrt(n);
+    while (n % h) h--;
+    if (vision_rows(b->m->vision, b->picture, n / h * EMBEDDER_SIDE, h * EMBEDDER_SIDE, b->soft) != n)
+        die("--images: the tower has no positions for a picture of %d x %d tokens", n / h, h);
+}
+
 // Runs one test with n tokens (VERIFY_TEST: steps of n rows) after the end of session 0. Returns the seconds.
 static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
     const double start = seconds();
@@ -151,6 +163,7 @@ static double bench_run(Bench *b, int n, BenchKind kind, const char *what) {
     }
     if (kind == GENERATE_TEST) bench_steps(b, n, 1, true);
     if (kind == VERIFY_TEST) bench_steps(b, VERIFY_STEPS, n, false);
+    if (kind == IMAGE_TEST) bench_picture(b, n);
     if (kind == PROMPT_TEST && n) bench_prompt(b, n, what);
     if (kind == PAIR_TEST) {
         bench_prompt(b, b->n_first, NULL);
@@ -285,8 +298,9 @@ static size_t resident_memory(void) {
 
 static size_t planned_memory(const Model *m) {
     const MemoryPlan *p = &m->plan;
-    const size_t mapped = p->weights ? 0 : m->binder->bytes + m->drafter->binder->bytes;
-    return p->weights + mapped + p->drafter + p->kv_global + p->kv_rings + p->staging + p->activations + p->scratch;
+    const size_t mapped = p->weights ? 0 : m->binder->bytes + m->drafter->binder->bytes + vision_bytes(m);
+    return p->weights + mapped + p->drafter + p->vision + p->kv_global + p->kv_rings + p->staging +
+           p->activations + p->scratch;
 }
 
 // Device memory that is in use since the model was loaded, with recorded steps; 0: the device has no memory of its own.
@@ -298,13 +312,14 @@ static size_t device_memory(const Bench *b) {
 
 typedef struct {              // result of a test
     char   name[64];
-    int    n;                 // tokens, or rows of a step
+    int    n;                 // tokens, or rows of a step or picture
     BenchKind kind;
     bool   filled;            // with random numbers in the context
     const double *speed;      // (n_runs) tokens (rows) per second
     double mean, sd, rate;    // rate: bytes per second of weights and cache rows that are read
     double per_step, joules;  // launches of a step, energy of a token; 0: not known
     double int8_ops;          // of matrices per second, if the peak is known
+    double image_ms, image_ms_sd;      // milliseconds of a picture
     double density;           // fraction of the blocks that a sparse prompt attended to; 0: it was dense
 } BenchResult;
 
@@ -343,10 +358,13 @@ static void print_markdown(const Bench *b, const BenchOptions *o, const BenchRes
     if (r->density > 0)
         snprintf(read_rate, sizeof read_rate, "pFlash%s: %.1f %%", m->options.pflash_density ? ", forced" : "",
                  100 * r->density);
-    printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %18s |", model_name(m), size, count, op->name,
-           count_threads(), width, r->name, speed, read_rate);
-    if (op->launches && r->kind != PROMPT_TEST) printf(" %8.1f |", r->per_step);
-    if (op->launches && r->kind == PROMPT_TEST) printf(" %8s |", "");          // cuBLAS does not tell what it launches
+    if (r->kind == IMAGE_TEST)
+        snprintf(read_rate, sizeof read_rate, "%.2f ± %.2f ms", r->image_ms, r->image_ms_sd);
+    printf("| %-30s | %10s | %10s | %-10s | %7d | %*s | %21s | %*s |", model_name(m), size, count, op->name,
+           count_threads(), width, r->name, speed, r->kind == IMAGE_TEST ? 19 : 18, read_rate);
+    const bool in_products = r->kind == PROMPT_TEST || r->kind == IMAGE_TEST;  // of cuBLAS, which does not tell what
+    if (op->launches && !in_products) printf(" %8.1f |", r->per_step);         // it launches
+    if (op->launches && in_products) printf(" %8s |", "");
     if (b->has_joules) printf(" %7.3f |", r->joules);
     if (o->shows_types) printf(" %-6s | %-6s |", kv_names[m->options.k_type], kv_names[m->options.v_type]);
     printf("\n");
@@ -372,6 +390,8 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "forced_tokens_per_step", r->kind == FORCED_TEST ? (double)(b->n_made - 1) / b->n_steps : 0 },
         { "draft_ms", r->kind == FORCED_TEST ? 1e3 * b->draft_seconds / b->n_steps : 0 },
         { "verify_ms", r->kind == FORCED_TEST ? 1e3 * b->verify_seconds / b->n_steps : 0 },
+        { "n_image", r->kind == IMAGE_TEST ? r->n : 0 }, { "image_ms", r->image_ms },
+        { "image_ms_stddev", r->image_ms_sd },
         { "pflash_alpha", m->options.pflash }, { "pflash_forced", m->options.pflash_density },
         { "pflash_density", r->density }, { "int8_ops_per_s", r->int8_ops },
         { "int8_peak_ops_per_s", b->int8_peak } };
@@ -381,7 +401,8 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
         { "fill", !b->depth ? "none" : r->filled ? "random" : "prompt" }, { "card", card_name(m->ops) },
         { "type_weights", gguf_type_name(m->weights.layer[0].attn_q.type) }, { "build_commit", COMMIT },
         { "build_compiler", COMPILER }, { "cpu_info", cpu_name() }, { "test_time", time_now() },
-        { "model_draft", m->drafter->kind == DRAFTER_NONE ? "" : m->drafter->gguf.path } };
+        { "model_draft", m->drafter->kind == DRAFTER_NONE ? "" : m->drafter->gguf.path },
+        { "model_mmproj", m->vision ? m->vision->gguf.path : "" } };
     enum { N_TEXTS = sizeof texts / sizeof *texts, N_NUMBERS = sizeof numbers / sizeof *numbers };
     if (o->format == FORMAT_CSV) {
         print_csv(texts, N_TEXTS, numbers, N_NUMBERS, first);
@@ -404,9 +425,26 @@ static void print_fields(const Bench *b, const BenchOptions *o, const BenchResul
     printf(lines ? "]}\n" : "]\n  }");
 }
 
+// Returns the standard deviation of n numbers, and their mean.
+static double mean_and_deviation(const double *x, int n, double *mean) {
+    double sum = 0, squares = 0;
+    for (int i = 0; i < n; i++) sum += x[i];
+    *mean = sum / n;
+    for (int i = 0; i < n; i++) squares += (x[i] - *mean) * (x[i] - *mean);
+    return n > 1 ? sqrt(squares / (n - 1)) : 0;
+}
+
+// The milliseconds of a picture, from the speeds of all runs.
+static void picture_times(BenchResult *r, int n_runs) {
+    double *ms = alloc_or_die(n_runs, sizeof *ms);
+    for (int i = 0; i < n_runs; i++) ms[i] = 1e3 * r->n / r->speed[i];
+    r->image_ms_sd = mean_and_deviation(ms, n_runs, &r->image_ms);
+    free(ms);
+}
+
 // Runs a test, and prints its result.
 static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
-    static const char *const kinds[] = { "pp", "tg", "vs", "tg", "pp" };
+    static const char *const kinds[] = { "pp", "tg", "vs", "tg", "pp", "img" };
     Model *m = b->m;
     const Ops *op = m->ops;
     double *speed = alloc_or_die(o->n_runs, sizeof *speed);
@@ -432,15 +470,14 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
         speed[i] = 1 / bench_run(b, n, kind, NULL);
         speed[i] *= kind == FORCED_TEST ? b->n_made : n_rows;
         if (b->has_joules) r.joules += (op->joules() - before) / ((double)n_rows * o->n_runs);
-        r.mean += speed[i] / o->n_runs;
     }
     r.density = kind == PROMPT_TEST ? read_density(m) : 0;
     const int n_issued = kind == FORCED_TEST ? b->n_steps : n_steps;
     r.per_step = op->launches && n_issued ? (double)(op->launches() - launches) / n_issued : 0;
     progress(r.name, o->n_runs, o->n_runs, "runs");
-    for (int i = 0; i < o->n_runs; i++) r.sd += (speed[i] - r.mean) * (speed[i] - r.mean);
-    r.sd = o->n_runs > 1 ? sqrt(r.sd / (o->n_runs - 1)) : 0;
+    r.sd = mean_and_deviation(speed, o->n_runs, &r.mean);
     for (int i = 0; i < n && kind == GENERATE_TEST; i++) r.rate += bytes_per_token(m, b->depth + i) / n * r.mean;
+    if (kind == IMAGE_TEST) picture_times(&r, o->n_runs);
     if (kind == PROMPT_TEST && b->int8_peak > 0) r.int8_ops = prompt_ops(m) * r.mean;
     const bool first = !b->n_printed++;
     if (o->format == FORMAT_MD) print_markdown(b, o, &r, first);
@@ -454,7 +491,7 @@ static void bench_test(Bench *b, const BenchOptions *o, int n, BenchKind kind) {
     free(speed);
 }
 
-// Sets the context and the output rows that the tests need.
+// Sets the context, the output rows and the size of pictures that the tests need.
 static void bench_limits(const BenchOptions *b, ModelOptions *o) {
     int max_n = 1, max_depth = 0, max_rows = 0;
     for (int i = 0; i < b->prompts.count; i++) max_n = max_int(max_n, b->prompts.n[i]);
@@ -464,6 +501,7 @@ static void bench_limits(const BenchOptions *b, ModelOptions *o) {
     for (int i = 0; i < b->rows.count; i++) max_rows = max_int(max_rows, b->rows.n[i]);
     if (b->forced.depth) max_rows = max_int(max_rows, 1 + max_int(b->forced.depth, b->forced.tree));
     for (int i = 0; i < b->depths.count; i++) max_depth = max_int(max_depth, b->depths.n[i]);
+    for (int i = 0; i < b->images.count; i++) o->image_tokens = max_int(o->image_tokens, b->images.n[i]);
     if (max_rows > STEP_ROWS) die("--rows: expected at most %d rows per step, got %d", STEP_ROWS, max_rows);
     if (max_rows) max_n = max_int(max_n, max_rows + VERIFY_STEPS);     // ids that verification steps use
     if (b->forced.depth) max_n += max_int(b->forced.depth, b->forced.tree) + 2;
@@ -495,7 +533,7 @@ static void bench_list(Bench *b, const BenchOptions *o, const IntList *list, Ben
     for (int k = 0; k < list->count; k++) {
         const int n = list->n[k];
         if (!n) continue;
-        if (kind == FORCED_TEST || kind == VERIFY_TEST) {              // another kind of step: it has its own warm-up
+        if (kind == FORCED_TEST || kind == VERIFY_TEST || kind == IMAGE_TEST) {  // another kind of step: own warm-up
             set_length(b->m, 0, b->depth);
             bench_run(b, kind == FORCED_TEST ? 4 : n, kind, NULL);
         }
@@ -509,6 +547,20 @@ static void bench_pairs(Bench *b, const BenchOptions *o) {
         b->n_first = o->pair_prompts.n[k];
         bench_test(b, o, b->n_first + o->pair_generated.n[k], PAIR_TEST);
     }
+}
+
+// Runs the tests of --images.
+static void bench_pictures(Bench *b, const BenchOptions *o) {
+    const Model *m = b->m;
+    if (!m->vision) return;
+    const size_t levels = (size_t)m->vision->max_tokens * EMBEDDER_SIDE * EMBEDDER_SIDE * 3;
+    b->picture = alloc_or_die(levels, 1);
+    b->soft = alloc_or_die((size_t)m->vision->max_tokens * (size_t)m->config.dim, sizeof *b->soft);
+    for (size_t i = 0; i < levels; i++) b->picture[i] = (uint8_t)(256 * random_unit(4, (int32_t)i));
+    bench_to_depth(b, 0, false);
+    bench_list(b, o, &o->images, IMAGE_TEST);
+    free(b->picture);
+    free(b->soft);
 }
 
 static void print_bench_end(const Bench *b, Format format) {
@@ -559,6 +611,7 @@ static int verb_bench(const char *model, const Ops *ops, ModelOptions o, const B
         copy_rings(m, 0, bench.rings, COPY_IN);
         set_length(m, 0, bench.depth);
     }
+    bench_pictures(&bench, b);
     if (b->is_last) print_bench_end(&bench, b->format);
     free(bench.ids);
     free(bench.rings);

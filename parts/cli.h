@@ -793,10 +793,21 @@ static bool has_test(const IntList *list) {            // 0: none
     return false;
 }
 
+// The tokens of the pictures that bench measures.
+static IntList parse_pictures(const Flags *f) {
+    const IntList list = parse_list("--images", f->pictures || !f->projector ? f->pictures : "70,280,1120", 0);
+    if (f->pictures && !f->projector) die("--images needs --mmproj; try --mmproj FILE");
+    for (int i = 0; i < list.count; i++)
+        if (list.n[i] > MAX_IMAGE_TOKENS)
+            die("--images: expected at most %d tokens per picture, got %d", MAX_IMAGE_TOKENS, list.n[i]);
+    return list;
+}
+
 // Measures all combinations of the values of -t, -ctk, -ctv and -md. All threads are started already.
 static void run_bench(const Flags *f, const Ops *ops) {
     BenchOptions b = { .prompts = parse_list("-p", f->prompts, 512), .generated = parse_list("-n", f->generated, 128),
-                       .rows = parse_list("--rows", f->rows, 0), .depths = parse_list("-d", f->depths, 0),
+                       .rows = parse_list("--rows", f->rows, 0), .images = parse_pictures(f),
+                       .depths = parse_list("-d", f->depths, 0),
                        .n_runs = (int)f->n_runs, .random_fill = is_choice(f->fill, "random"),
                        .shows_types = f->k_types || f->v_types,
                        .format = (Format)number_of(f->out, format_names, FORMAT_MD) };
@@ -810,7 +821,8 @@ static void run_bench(const Flags *f, const Ops *ops) {
         b.pair_prompts.n[b.pair_prompts.count++] = pair.n[0];
         b.pair_generated.n[b.pair_generated.count++] = pair.n[1];
     }
-    if (!has_test(&b.prompts) && !has_test(&b.generated) && !has_test(&b.rows) && !b.pair_prompts.count)
+    if (!has_test(&b.prompts) && !has_test(&b.generated) && !has_test(&b.rows) && !has_test(&b.images) &&
+        !b.pair_prompts.count)
         die("bench: nothing to measure: -p and -n are 0; try -p 512 -n 128");
     if (f->tree && !f->force) die("--tree needs --spec-force; try --spec-force 0.7 -md FILE");
     const int n = threads.count * k.n * v.n * drafters.n;

@@ -277,7 +277,7 @@ static void verb_quantize(const char *in, const char *out, const char *type_name
     Mixture m = { .recipe = find_recipe(type_name) };
     GgufWriter w = { 0 };
     Gguf g;
-    open_model_file(&g, in);
+    open_model_file(&g, in, false);
     m.n_layers = arch_int(&g, "block_count", 0);
     m.has_8_experts = arch_int(&g, "expert_count", 0) == 8;
     m.has_output = gguf_find_tensor(&g, "output.weight") != NULL;

@@ -408,7 +408,7 @@ enum { MTP_DEPTH = 8 };       // tokens drafted at once, by default
 static void open_drafter(Model *m, const char *path) {
     Drafter *d = m->drafter;
     Binder *b = d->binder;
-    open_model_file(&d->gguf, path);
+    open_model_file(&d->gguf, path, false);
     d->kind = drafter_kind(d, m->gguf.path);
     const bool is_block = d->kind == DRAFTER_DFLASH;
     if (is_block) load_dflash_config(m);

@@ -64,7 +64,7 @@ typedef struct {
     const char *model, *prompt, *prompt_file, *system, *tools, *chat_template, *ids, *out, *dump, *kv_layout, *against;
     const char *k_type, *v_type, *ring_type, *history, *session, *drafter, *spec, *force;
     const char *target, *type;                  // quantize: OUT, TYPE
-    const char *prompts, *generated, *rows, *depths, *threads;         // bench: lists of numbers
+    const char *prompts, *generated, *rows, *pictures, *depths, *threads;         // bench: lists of numbers
     const char *k_types, *v_types, *drafters;   // bench, sweep: lists of words
     const char *draft_maxes, *trees;            // sweep: lists of numbers
     TextList pairs;
@@ -118,7 +118,7 @@ static const Flag flags[] = {
       "default: none" },
     { "--image", NULL, "FILE", FLAG_LIST, GENERATE, FIELD(images), 0, 0,
       "show the model this picture (PNG, JPEG, WebP, PPM) before the prompt; may be repeated; default: none" },
-    { "--mmproj", "-mm", "FILE", FLAG_TEXT, GENERATE | SERVE | PLAN, FIELD(projector), 0, 0,
+    { "--mmproj", "-mm", "FILE", FLAG_TEXT, GENERATE | SERVE | PLAN | BENCH, FIELD(projector), 0, 0,
       "the model's image tower, a GGUF file (mmproj); a folder: the tower in the model's own Hugging Face folder; "
       "default: with --image that one, else none" },
     { "--image-tokens", NULL, "70|140|280|560|1120", FLAG_CHOICE, GENERATE | SERVE | PLAN, FIELD(image_tokens), 0, 0,
@@ -302,6 +302,8 @@ static const Flag flags[] = {
       "draft models, for --spec-force; default: none" },
     { "--rows", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(rows), 0, 0,
       "verification steps of N rows, 1 to 64, repeated at the same depth; default 0: none" },
+    { "--images", NULL, "N,..", FLAG_TEXT, BENCH, FIELD(pictures), 0, 0,
+      "with --mmproj, pictures of N tokens, 1 to 1120, through the image tower alone; 0: none; default 70,280,1120" },
     { "-d", "--n-depth", "N,..", FLAG_TEXT, BENCH, FIELD(depths), 0, 0,
       "tokens already in the context; default 0" },
     { "--spec-force", NULL, "P,..", FLAG_TEXT, MEASURES, FIELD(force), 0, 0,

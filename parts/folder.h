@@ -31,8 +31,8 @@ static void die_gguf(const Gguf *g) { die("%s: %s", g->path, g->err); }
 // A folder with config.json, *.safetensors and tokenizer.json is converted, in memory, to the GGUF file that
 // llama.cpp's converter would write: the same keys, names and shapes. So all code after open_model_file() sees a GGUF
 // file. Matrices stay in the mapped files, in their types; vectors and routers are converted to F32. Supported are text
-// models, MTP assistants and DFlash drafters; tensors of other modalities are counted and left out. No value is changed
-// or permuted.
+// models, MTP assistants and DFlash drafters; tensors of other modalities are counted and left out, except those of an
+// image tower that is opened too [3]. No value is changed or permuted.
 
 typedef struct { const char *name[128]; int n; } HfRead;       // members of config.json that somebody asked for
 
@@ -41,6 +41,7 @@ typedef struct {
     GgufJson root, text;        // the whole object; its text_config, or the whole object if it has none
     bool assistant, dflash;     // kinds of drafters
     bool unified;               // model_type gemma4_unified
+    bool with_tower;            // the image tower is opened too
     const char *arch;           // general.architecture
     HfRead *read;
 } HfConfig;
@@ -236,6 +237,13 @@ static bool hf_stem(GgufStr name, char *out) {
     return true;
 }
 
+// True for tensors of the image tower.
+static bool hf_is_vision(GgufStr name) {
+    char s[256];
+    return hf_stem(name, s) && (!strncmp(s, "vision_tower.", 13) || !strncmp(s, "vision_embedder.", 16) ||
+                                !strncmp(s, "embed_vision.", 13));
+}
+
 // Renames a tensor of a layer to its name in transformers: other programs put the experts elsewhere. Returns the number
 // of the expert if the name is that of one expert, else -1.
 static int hf_usual_name(char *s) {
@@ -389,6 +397,7 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
                 die("%s: tensor '%s': DFlash v1 has no tensor of this name; other draft models are not "
                     "supported", st->path, shown(t->name));
             check_left_out(st, t);
+            if (c->with_tower && hf_is_vision(t->name)) continue;
             if (!n_other++) first_other = t->name;
             continue;
         }
@@ -413,8 +422,8 @@ static uint64_t hf_tensors(const HfConfig *c, Gguf *st, GgufWriter *w, const uin
         floats += n_elements(t);
     }
     if (n_other)
-        fprintf(stderr, "# %zu tensors do not belong to the text model and are ignored, the first: %s\n", n_other,
-                shown(first_other));
+        fprintf(stderr, "# %zu tensor%s not belong to the text model and %s ignored, the first: %s\n", n_other,
+                n_other == 1 ? " does" : "s do", n_other == 1 ? "is" : "are", shown(first_other));
     return vocab;
 }
 
@@ -1020,8 +1029,9 @@ static void find_folder(const char *path, char folder[4096]) {
     else if (!S_ISDIR(st.st_mode)) strcpy(folder, ".");
 }
 
-// Opens a folder as a GGUF file. path: the folder, one of its *.safetensors, or the index of these.
-static void open_folder(Gguf *g, const char *path) {
+// Opens a folder as a GGUF file. path: the folder, one of its *.safetensors, or the index of these. with_tower: the
+// caller opens its image tower too, so that is not reported as ignored.
+static void open_folder(Gguf *g, const char *path, bool with_tower) {
     char folder[4096], config_path[4096 + 16];
     find_folder(path, folder);
     snprintf(config_path, sizeof config_path, "%s/config.json", folder);
@@ -1030,7 +1040,7 @@ static void open_folder(Gguf *g, const char *path) {
     GgufWriter w = { 0 };
     GgufJson tie;
     HfRead read = { .n = 0 };
-    HfConfig c = { .path = config_path, .read = &read };
+    HfConfig c = { .path = config_path, .read = &read, .with_tower = with_tower };
     char *config = hf_read_config(folder, &c);
     if (gguf_open_safetensors(&tensors, path) < 0) die("%s: %s", path, tensors.err);
     const char *base = strrchr(folder, '/');
@@ -1174,9 +1184,7 @@ static const uint8_t *hf_position_planes(Gguf *st, const GgufTensor *t, uint64_t
 // Notes a tensor of the tower that has no name in hf_vision_names.
 static void hf_note_unknown(const Gguf *st, const GgufTensor *t) {
     char s[256];
-    if (!hf_stem(t->name, s) || strstr(s, "rotary_emb") ||
-        (strncmp(s, "vision_tower.", 13) && strncmp(s, "vision_embedder.", 16) && strncmp(s, "embed_vision.", 13)))
-        return;
+    if (!hf_is_vision(t->name) || !hf_stem(t->name, s) || strstr(s, "rotary_emb")) return;
     fprintf(stderr, "# note: %s: tensor '%s' of the image tower is not used\n", st->path, shown(t->name));
 }
 

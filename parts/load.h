@@ -703,8 +703,8 @@ static bool find_gguf(const char *folder, char *path, size_t room) {
     return found;
 }
 
-// Opens a GGUF file, a folder with one, or a Hugging Face folder.
-static void open_model_file(Gguf *g, const char *path) {
+// Opens a GGUF file, a folder with one, or a Hugging Face folder. with_tower: as in open_folder().
+static void open_model_file(Gguf *g, const char *path, bool with_tower) {
     struct stat st;
     char inside[4096];
     signal(SIGBUS, on_lost_pages);
@@ -715,7 +715,7 @@ static void open_model_file(Gguf *g, const char *path) {
     if (folder && find_gguf(path, inside, sizeof inside)) {
         if (gguf_open(g, inside) < 0) die("%s: %s", inside, g->err);
         g->path = path;
-    } else if (folder) open_folder(g, path);
+    } else if (folder) open_folder(g, path, with_tower);
     else if (gguf_open(g, path) < 0) die("%s: %s%s", path, g->err, strstr(g->err, "(E_MAGIC") ? other_kind(path) : "");
     check_is_model(g);
 }

@@ -538,7 +538,7 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     m->drafter->binder = alloc_or_die(1, sizeof *m->drafter->binder);
     m->result = alloc_or_die(1, sizeof *m->result);
     m->pace = alloc_or_die(1, sizeof *m->pace);
-    open_model_file(&m->gguf, path);
+    open_model_file(&m->gguf, path, o.projector && !*o.projector);
     if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
         die("--dump: %s: %s", dump_dir, strerror(errno));
     load_config(&m->config, &m->gguf);

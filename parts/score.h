@@ -54,7 +54,7 @@ static void scorer_check(const char *file, Model *target) {
     Gguf g;
     const GgufStr *want = NULL, *got = NULL;
     size_t n = 0, n_got = 0, i = 0;
-    open_model_file(&g, file);
+    open_model_file(&g, file, false);
     if (gguf_get_strs(&target->gguf, key, &want, &n) < 1)
         die("--scorer: %s: key '%s': missing (E_META_MISSING)", target->gguf.path, key);
     if (gguf_get_strs(&g, key, &got, &n_got) < 1) die("--scorer: %s: key '%s': missing (E_META_MISSING)", file, key);

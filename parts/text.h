@@ -300,7 +300,7 @@ static void print_sampling(const Model *m, const SampleParams *p) {
 
 // Loads the tokenizer of a file, which need not contain weights.
 static void open_tokenizer(Tokenizer *t, Gguf *g, const char *path) {
-    open_model_file(g, path);
+    open_model_file(g, path, false);
     load_tokenizer(t, g, 0);
 }
 

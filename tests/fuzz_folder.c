@@ -167,7 +167,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     memset(&t, 0, sizeof t);
     counting = true;
     if (!setjmp(refused)) {
-        open_folder(&g, folder);
+        open_folder(&g, folder, false);
         if (!setjmp(refused)) {
             load_tokenizer(&t, &g, 64);
             NEED(t.n_tokens == 64);

@@ -7,7 +7,7 @@
  * its own stream, so the order of calls does not matter. Values are computed with +, -, *, / and sqrt of IEEE floats in
  * a fixed order, without exp and log.
  *
- *   make_gguf --preset P --quant Q --out FILE [--kind target|mtp|dflash] [--seed N] [--vocab N] [--layers N]
+ *   make_gguf --preset P --quant Q --out FILE [--kind target|mtp|dflash|mmproj] [--seed N] [--vocab N] [--layers N]
  *             [--drop-shared-kv] [--split-experts] [--separate-pools] [--sparse] [--sha256]
  *
  * The head of the file is built in memory and the weights are streamed, so any file needs at most about 250 MB of
@@ -19,7 +19,7 @@
  *   [2] Random bytes: SHA-256, PCG64       [7]  Pools of random blocks
  *   [3] Presets and layers                 [8]  Writing
  *   [4] Metadata and tokenizer             [9]  Command line
- *   [5] Tensors of the three kinds
+ *   [5] Tensors of the four kinds
  * WEIGHTS      matrices: mean 0, standard deviation sigma = gain / sqrt(fan-in). Vectors: a mean and 10 % jitter, so
  *              that a swapped or omitted vector is noticed. The means are chosen so that the model behaves (see
  *              build_target). */
@@ -249,6 +249,7 @@ static void stream_bytes(Stream *s, uint8_t *out, size_t n) {
 
 typedef struct { int dim, ffn_dim, n_heads; } MtpPreset;
 typedef struct { int ffn_dim, n_heads, n_kv_heads, head_dim, n_swa, n_target; } DflashPreset;
+typedef struct { int n_layers, dim, ffn_dim, n_heads, n_positions; } TowerPreset;      // no layers: the embedder of 12B
 typedef struct {
     const char *name, *label;
     int  n_layers, dim, n_heads;
@@ -261,43 +262,57 @@ typedef struct {
     int  ple_dim;                    // width of per-layer embeddings, 0 = none
     int  n_swa, period, n_ctx, n_vocab;
     MtpPreset mtp;
-    DflashPreset dflash;
+    DflashPreset dflash;             // zeros: none
+    TowerPreset tower;               // of images; with per-layer embeddings its products are clamped, else Y is scaled
 } Preset;
 
 static const Preset PRESETS[] = {
     { "26b-a4b", "26B-A4B", .n_layers = 30, .dim = 2816, .n_heads = 16, .n_kv_heads = { 8, 2 }, .kv_array = true,
       .k_eq_v = true,
       .ffn_dim = 2112, .expert_ffn_dim = 704, .n_experts = 128, .n_experts_used = 8, .n_swa = 1024, .period = 6,
-      .n_ctx = 262144, .n_vocab = 262144, .mtp = { 1024, 8192, 16 }, .dflash = { 5632, 32, 8, 128, 2048, 6 } },
+      .n_ctx = 262144, .n_vocab = 262144, .mtp = { 1024, 8192, 16 }, .dflash = { 5632, 32, 8, 128, 2048, 6 },
+      .tower = { 27, 1152, 4304, 16, 10240 } },
     { "31b", "31B", .n_layers = 60, .dim = 5376, .n_heads = 32, .n_kv_heads = { 16, 4 }, .kv_array = true,
       .k_eq_v = true, .ffn_dim = 21504, .n_swa = 1024, .period = 6,
-      .n_ctx = 262144, .n_vocab = 262144, .mtp = { 1024, 8192, 32 }, .dflash = { 10752, 64, 8, 128, 2048, 6 } },
+      .n_ctx = 262144, .n_vocab = 262144, .mtp = { 1024, 8192, 32 }, .dflash = { 10752, 64, 8, 128, 2048, 6 },
+      .tower = { 27, 1152, 4304, 16, 10240 } },
+    { "12b", "12B", .n_layers = 48, .dim = 3840, .n_heads = 16, .n_kv_heads = { 8, 1 }, .kv_array = true,
+      .k_eq_v = true, .ffn_dim = 15360, .n_swa = 1024, .period = 6,
+      .n_ctx = 262144, .n_vocab = 262144, .mtp = { 1024, 8192, 16 }, .tower = { 0, 3840, 0, 0, 1120 } },
     { "e2b", "E2B", .n_layers = 35, .dim = 1536, .n_heads = 8, .n_kv_heads = { 1, 1 },
       .ffn_dim = 6144, .n_shared = 20, .wide = true, .ple_dim = 256, .n_swa = 512, .period = 5,
-      .n_ctx = 131072, .n_vocab = 262144, .mtp = { 256, 2048, 4 }, .dflash = { 3072, 16, 4, 128, 2048, 6 } },
+      .n_ctx = 131072, .n_vocab = 262144, .mtp = { 256, 2048, 4 }, .dflash = { 3072, 16, 4, 128, 2048, 6 },
+      .tower = { 16, 768, 3072, 12, 10240 } },
     { "e4b", "E4B", .n_layers = 42, .dim = 2560, .n_heads = 8, .n_kv_heads = { 2, 2 },
       .ffn_dim = 10240, .n_shared = 18, .ple_dim = 256, .n_swa = 512, .period = 6,
-      .n_ctx = 131072, .n_vocab = 262144, .mtp = { 256, 2048, 4 }, .dflash = { 5120, 32, 8, 128, 2048, 6 } },
+      .n_ctx = 131072, .n_vocab = 262144, .mtp = { 256, 2048, 4 }, .dflash = { 5120, 32, 8, 128, 2048, 6 },
+      .tower = { 16, 768, 3072, 12, 10240 } },
     { "tiny-dense", "tiny", .n_layers = 6, .dim = 256, .n_heads = 4, .n_kv_heads = { 2, 1 }, .kv_array = true,
       .k_eq_v = true, .ffn_dim = 768, .n_swa = 64, .period = 3,
-      .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 } },
+      .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 },
+      .tower = { 4, 192, 400, 3, 512 } },
     { "tiny-moe", "tiny", .n_layers = 6, .dim = 256, .n_heads = 4, .n_kv_heads = { 2, 1 }, .kv_array = true,
       .k_eq_v = true,
       .ffn_dim = 320, .expert_ffn_dim = 64, .n_experts = 16, .n_experts_used = 4, .n_swa = 64, .period = 3,
-      .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 } },
+      .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 },
+      .tower = { 4, 192, 400, 3, 512 } },
     { "tiny-e", "tiny", .n_layers = 8, .dim = 256, .n_heads = 4, .n_kv_heads = { 1, 1 },
       .ffn_dim = 512, .n_shared = 4, .wide = true, .ple_dim = 256, .n_swa = 64, .period = 4,
-      .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 } },
+      .n_ctx = 8192, .n_vocab = 2048, .mtp = { 512, 512, 4 }, .dflash = { 512, 4, 2, 128, 128, 3 },
+      .tower = { 4, 192, 400, 3, 512 } },
     { "micro-dense", "micro", .n_layers = 4, .dim = 64, .n_heads = 2, .n_kv_heads = { 2, 1 }, .kv_array = true,
       .k_eq_v = true, .ffn_dim = 192, .n_swa = 32, .period = 2,
-      .n_ctx = 8192, .n_vocab = 512, .mtp = { 128, 128, 2 }, .dflash = { 128, 2, 1, 128, 64, 2 } },
+      .n_ctx = 8192, .n_vocab = 512, .mtp = { 128, 128, 2 }, .dflash = { 128, 2, 1, 128, 64, 2 },
+      .tower = { 2, 144, 176, 2, 256 } },
     { "micro-moe", "micro", .n_layers = 4, .dim = 64, .n_heads = 2, .n_kv_heads = { 2, 1 }, .kv_array = true,
       .k_eq_v = true,
       .ffn_dim = 96, .expert_ffn_dim = 32, .n_experts = 8, .n_experts_used = 3, .n_swa = 32, .period = 2,
-      .n_ctx = 8192, .n_vocab = 512, .mtp = { 128, 128, 2 }, .dflash = { 128, 2, 1, 128, 64, 2 } },
+      .n_ctx = 8192, .n_vocab = 512, .mtp = { 128, 128, 2 }, .dflash = { 128, 2, 1, 128, 64, 2 },
+      .tower = { 2, 144, 176, 2, 256 } },
     { "micro-e", "micro", .n_layers = 6, .dim = 64, .n_heads = 2, .n_kv_heads = { 1, 1 },
       .ffn_dim = 128, .n_shared = 3, .wide = true, .ple_dim = 32, .n_swa = 32, .period = 3,
-      .n_ctx = 8192, .n_vocab = 512, .mtp = { 128, 128, 2 }, .dflash = { 128, 2, 1, 128, 64, 2 } },
+      .n_ctx = 8192, .n_vocab = 512, .mtp = { 128, 128, 2 }, .dflash = { 128, 2, 1, 128, 64, 2 },
+      .tower = { 2, 144, 176, 2, 256 } },
 };
 enum { N_PRESETS = sizeof PRESETS / sizeof *PRESETS };
 
@@ -370,6 +385,10 @@ static void md_array(Meta *md, const char *key, uint32_t type, int n) {         
     md_key(md, key, KV_ARR);
     put_u32(&md->b, type);
     put_u64(&md->b, (uint64_t)n);
+}
+static void md_floats(Meta *md, const char *key, double v, int n) {             // n times v
+    md_array(md, key, KV_F32, n);
+    for (int i = 0; i < n; i++) put(&md->b, &(float){ (float)v }, 4);
 }
 static void md_ints(Meta *md, const char *key, const int v[], int n) {
     md_array(md, key, KV_I32, n);
@@ -536,7 +555,7 @@ static void add_gemma4_params(Meta *md, const Preset *p, int n_layers, int dim, 
     md_u32(md, ".rope.dimension_count_swa", HEAD_SWA);
 }
 
-// ==== [5] Tensors of the three kinds ===============================================================================
+// ==== [5] Tensors of the four kinds ===============================================================================
 
 #define LOGIT_SIGMA  3.0             // standard deviation of the logits before the soft-cap: mean of output_norm
 #define ATTN_SIGMA   2.0             // of the attention scores, which have no 1/sqrt(head_dim)
@@ -546,14 +565,19 @@ typedef struct {
     char     name[64], source[64];   // source: name that the random numbers belong to; differs after split_experts
     int      layer;                  // -1 for a tensor of no layer
     int      n_dims, type, pool;     // pool: index of the pool that fills a matrix
-    uint64_t ne[3];                  // ne[0] is the row length
+    uint64_t ne[4];                  // ne[0] is the row length
     double   sigma;                  // matrices: standard deviation of the weights
     double   mean, jitter;           // vectors: mean * (1 +- jitter)
     int      n_rotated;              // rope_freqs: so many 1.0 (rotated pairs), then 1e30 (pairs left as they are)
     int      part;                   // 0 whole; 1, 2: first, second half of the rows of each expert of `source`
 } Tensor;
 
-typedef struct { Tensor *t; int n, cap; int layer; } TensorList;     // layer: that of the tensors to come
+typedef struct {
+    Tensor *t;
+    int n, cap;
+    int layer;                       // of the tensors to come
+    const char *prefix;              // of the names of layers
+} TensorList;
 
 static Tensor *add_tensor(TensorList *list, const char *stem, const char *end, int n_dims) {
     if (list->n == list->cap) {
@@ -565,8 +589,9 @@ static Tensor *add_tensor(TensorList *list, const char *stem, const char *end, i
     memset(t, 0, sizeof *t);
     t->layer = list->layer;
     t->n_dims = n_dims;
+    for (int i = 0; i < 4; i++) t->ne[i] = 1;
     if (t->layer < 0) snprintf(t->name, sizeof t->name, "%s%s", stem, end);
-    else snprintf(t->name, sizeof t->name, "blk.%d.%s%s", t->layer, stem, end);
+    else snprintf(t->name, sizeof t->name, "%sblk.%d.%s%s", list->prefix, t->layer, stem, end);
     memcpy(t->source, t->name, sizeof t->name);
     return t;
 }
@@ -575,7 +600,6 @@ static Tensor *mat_gain(TensorList *list, const char *stem, int cols, int rows, 
     Tensor *t = add_tensor(list, stem, ".weight", 2);
     t->ne[0] = (uint64_t)cols;
     t->ne[1] = (uint64_t)rows;
-    t->ne[2] = 1;
     t->sigma = gain / sqrt(cols);
     return t;
 }
@@ -587,13 +611,15 @@ static void mat_experts(TensorList *list, const char *stem, int cols, int rows, 
     t->ne[2] = (uint64_t)n_experts;
 }
 
-static Tensor *vec_mean(TensorList *list, const char *stem, int n, double mean) {
-    Tensor *t = add_tensor(list, stem, ends_with(stem, ".scale") ? "" : ".weight", 1);
+static Tensor *vec_end(TensorList *list, const char *stem, const char *end, int n, double mean) {
+    Tensor *t = add_tensor(list, stem, end, 1);
     t->ne[0] = (uint64_t)n;
-    t->ne[1] = t->ne[2] = 1;
     t->mean = mean;
     t->jitter = 0.1;
     return t;
+}
+static Tensor *vec_mean(TensorList *list, const char *stem, int n, double mean) {
+    return vec_end(list, stem, ends_with(stem, ".scale") ? "" : ".weight", n, mean);
 }
 static Tensor *vec(TensorList *list, const char *stem, int n) { return vec_mean(list, stem, n, 1.0); }
 
@@ -752,6 +778,77 @@ static int build_dflash(const Config *c, Meta *md, TensorList *b) {
     return DFLASH_LAYERS;
 }
 
+// A matrix of a tower's layer. With per-layer embeddings its input and its output have bounds, which no value reaches.
+static void clamped_mat(const Config *c, TensorList *b, const char *stem, int cols, int rows) {
+    mat(b, stem, cols, rows);
+    if (!c->p->ple_dim) return;
+    vec_end(b, stem, ".input_min", 1, -1000);
+    vec_end(b, stem, ".input_max", 1, 1000);
+    vec_end(b, stem, ".output_min", 1, -1000);
+    vec_end(b, stem, ".output_max", 1, 1000);
+}
+
+static void tower_layer(const Config *c, TensorList *b) {
+    const TowerPreset *t = &c->p->tower;
+    const int hd = t->dim / t->n_heads;
+    vec(b, "ln1", t->dim);
+    clamped_mat(c, b, "attn_q", t->dim, t->dim);
+    clamped_mat(c, b, "attn_k", t->dim, t->dim);
+    clamped_mat(c, b, "attn_v", t->dim, t->dim);
+    vec(b, "attn_q_norm", hd);
+    vec_mean(b, "attn_k_norm", hd, ATTN_SIGMA / sqrt(hd));
+    clamped_mat(c, b, "attn_out", t->dim, t->dim);
+    vec(b, "attn_post_norm", t->dim);
+    vec(b, "ln2", t->dim);
+    clamped_mat(c, b, "ffn_gate", t->dim, t->ffn_dim);
+    clamped_mat(c, b, "ffn_up", t->dim, t->ffn_dim);
+    clamped_mat(c, b, "ffn_down", t->ffn_dim, t->dim);
+    vec(b, "ffn_post_norm", t->dim);
+}
+
+// The projector: an image tower (gemma4v), or the embedder of 12B (gemma4uv). n_layers 0: those of the preset.
+static int build_mmproj(const Config *c, Meta *md, TensorList *b, int n_layers) {
+    const TowerPreset *t = &c->p->tower;
+    const int n = n_layers ? n_layers : t->n_layers, side = t->n_layers ? 16 : 48, patch = side * side * 3;
+    md_bool(md, "clip.has_vision_encoder", true);
+    md_str(md, "clip.vision.projector_type", t->n_layers ? "gemma4v" : "gemma4uv");
+    md_u32(md, "clip.vision.projection_dim", (uint32_t)c->p->dim);
+    md_u32(md, "clip.vision.image_size", 224);
+    md_u32(md, "clip.vision.patch_size", 16);           // the embedder's too
+    md_u32(md, "clip.vision.embedding_length", (uint32_t)t->dim);
+    md_u32(md, "clip.vision.feed_forward_length", (uint32_t)t->ffn_dim);
+    md_u32(md, "clip.vision.block_count", (uint32_t)n);
+    md_u32(md, "clip.vision.attention.head_count", (uint32_t)t->n_heads);
+    md_f32(md, "clip.vision.attention.layer_norm_epsilon", 1e-6);
+    md_floats(md, "clip.vision.image_mean", 0, 3);
+    md_floats(md, "clip.vision.image_std", 1, 3);
+
+    Tensor *m = mat(b, "v.patch_embd", patch, t->dim);
+    if (t->n_layers) {                                  // (dim, 3, 16, 16)
+        m->n_dims = 4;
+        memcpy(m->ne, (uint64_t[]){ 16, 16, 3, (uint64_t)t->dim }, sizeof m->ne);
+    }
+    m = mat(b, "v.position_embd", t->dim, t->n_positions);
+    m->n_dims = 3;
+    m->ne[2] = 2;
+    m->sigma = 0.3;
+    mat(b, "mm.input_projection", t->dim, c->p->dim);
+    if (!t->n_layers) {
+        static const char *norms[3] = { "v.patch_norm.1", "v.patch_norm.2", "v.patch_norm.3" };
+        vec_end(b, "v.patch_embd", ".bias", t->dim, 0.1);
+        for (int i = 0; i < 3; i++) {
+            vec(b, norms[i], i ? t->dim : patch);
+            vec_end(b, norms[i], ".bias", i ? t->dim : patch, 0.1);
+        }
+    } else if (!c->p->ple_dim) {
+        vec_end(b, "v.std_bias", "", t->dim, 0.1);
+        vec_end(b, "v.std_scale", "", t->dim, 1);
+    }
+    b->prefix = "v.";
+    for (b->layer = 0; b->layer < n; b->layer++) tower_layer(c, b);
+    return n;
+}
+
 static int tensor_order(const void *a, const void *b) {  // the order of a quantized file
     const Tensor *x = a, *y = b;
     return x->layer != y->layer ? (x->layer > y->layer) - (x->layer < y->layer) : strcmp(x->name, y->name);
@@ -802,7 +899,8 @@ static void assign_types(TensorList *list, const Quant *q, int n_layers) {  // n
         Tensor *t = &list->t[i];
         bool q4_k_m = q->base == T_Q4_K;
         t->type = q->base;
-        if (t->n_dims < 2 || !ends_with(t->name, ".weight") || strstr(t->name, "ffn_gate_inp")) {
+        if (t->n_dims < 2 || !ends_with(t->name, ".weight") || strstr(t->name, "ffn_gate_inp") ||
+            strstr(t->name, "position_embd")) {
             t->type = T_F32;
         } else if (is_dense(q->base)) {
             continue;
@@ -827,7 +925,8 @@ static void assign_types(TensorList *list, const Quant *q, int n_layers) {  // n
 }
 
 static uint64_t tensor_bytes(const Tensor *t) {
-    return t->ne[0] / (uint64_t)TYPES[t->type].per_block * t->ne[1] * t->ne[2] * (uint64_t)TYPES[t->type].bytes;
+    return t->ne[0] / (uint64_t)TYPES[t->type].per_block * t->ne[1] * t->ne[2] * t->ne[3] *
+           (uint64_t)TYPES[t->type].bytes;
 }
 
 // ==== [7] Pools of random blocks ===================================================================================
@@ -971,7 +1070,8 @@ static void make_pools(Pool pools[N_TYPES], TensorList *list, uint32_t seed, boo
         t->pool = is_dense(t->type) && !separate ? T_F32 : t->type;
         Pool *p = &pools[t->pool];
         p->wanted += tensor_bytes(t) / (uint64_t)TYPES[t->type].bytes;
-        if (p->rows < t->ne[1] * t->ne[2]) p->rows = t->ne[1] * t->ne[2];
+        const uint64_t rows = t->ne[1] * t->ne[2] * t->ne[3];
+        if (p->rows < rows) p->rows = rows;
     }
     for (int type = 0; type < N_TYPES; type++) {
         Pool *p = &pools[type];
@@ -1137,13 +1237,14 @@ static void write_file(Out *o, const Meta *md, const TensorList *list, Pool pool
 
 static const char USAGE[] =
     "usage: make_gguf --preset P --quant Q --out FILE [options]\n"
-    "  --preset P        26b-a4b 31b e2b e4b (true sizes), tiny-dense tiny-moe tiny-e, micro-dense micro-moe micro-e\n"
+    "  --preset P        26b-a4b 31b 12b e2b e4b (true sizes), tiny-{dense,moe,e}, micro-{dense,moe,e}\n"
     "  --quant Q         f32 f16 bf16 q8_0 q4_0 q4_k_m q6_k\n"
     "  --out FILE        the file to write; an existing one is replaced\n"
-    "  --kind K          target (default), mtp (Gemma 4 assistant) or dflash (DFlash draft)\n"
+    "  --kind K          target (default), mtp (Gemma 4 assistant), dflash (DFlash draft) or mmproj (image tower)\n"
     "  --seed N          0 to 4294967295, default 1\n"
     "  --vocab N         tokens, 512 to 262144; default: that of the preset\n"
-    "  --layers N        layers of the target, 2 to 512; give drafts the --vocab and --layers of their target\n"
+    "  --layers N        layers of the target, with mmproj of the tower, 2 to 512; give drafts the --vocab and\n"
+    "                    --layers of their target\n"
     "  --drop-shared-kv  leave out the unused K and V tensors of layers that share KV\n"
     "  --split-experts   ffn_gate_exps and ffn_up_exps with the weights of the fused ffn_gate_up_exps\n"
     "  --separate-pools  F32, F16 and BF16 matrices do not share one pool of weights (golden micro-moe-f16 only)\n"
@@ -1159,12 +1260,13 @@ static uint32_t parse_number(const char *flag, const char *s, uint32_t min, uint
     return (uint32_t)v;
 }
 
-static const char *KINDS[] = { "target", "mtp", "dflash" };
-static const char *ARCHS[] = { "gemma4", "gemma4-assistant", "dflash" };
+static const char *KINDS[] = { "target", "mtp", "dflash", "mmproj" };
+static const char *ARCHS[] = { "gemma4", "gemma4-assistant", "dflash", "clip" };
+enum { TARGET, MTP, DFLASH, MMPROJ, N_KINDS };
 
 static const char *preset_name(int i) { return i < N_PRESETS ? PRESETS[i].name : NULL; }
 static const char *quant_name(int i) { return i < N_QUANTS ? QUANTS[i].name : NULL; }
-static const char *kind_name(int i) { return i < 3 ? KINDS[i] : NULL; }
+static const char *kind_name(int i) { return i < N_KINDS ? KINDS[i] : NULL; }
 
 static int parse_choice(const char *flag, const char *s, const char *(*name)(int)) {
     char all[200] = "";
@@ -1175,8 +1277,15 @@ static int parse_choice(const char *flag, const char *s, const char *(*name)(int
     die("%s: expected one of%s; got '%s'", flag, all, s);
 }
 
+static void check_mmproj(const Preset *p, const Quant *q, int n_layers, int n_vocab) {
+    if (!is_dense(q->base) && q->base != T_Q8_0)
+        die("--quant: expected f32, f16, bf16 or q8_0 for a mmproj file, got %s", q->name);
+    if (n_layers && !p->tower.n_layers) die("--layers: the mmproj of preset %s has no layers", p->name);
+    if (n_vocab) die("--vocab: a mmproj file has no vocabulary");
+}
+
 int main(int argc, char **argv) {
-    int preset = -1, quant = -1, kind = 0, n_vocab = 0, n_layers = 0;
+    int preset = -1, quant = -1, kind = TARGET, n_vocab = 0, n_layers = 0;
     uint32_t seed = 1;
     bool drop_shared_kv = false, split = false, separate = false, sparse = false;
     Out o = { 0 };
@@ -1210,17 +1319,19 @@ int main(int argc, char **argv) {
     if (sparse && o.hash) die("--sha256: a --sparse file has no bytes to hash");
 
     const Preset *p = &PRESETS[preset];
-    if (split && (!p->n_experts || kind != 0))
+    if (split && (!p->n_experts || kind != TARGET))
         die("--split-experts: the %s of preset %s has no experts", KINDS[kind], p->name);
+    if (kind == DFLASH && !p->dflash.ffn_dim) die("--kind dflash: no draft model of preset %s is known", p->name);
+    if (kind == MMPROJ) check_mmproj(p, &QUANTS[quant], n_layers, n_vocab);
     static Config c;
     static Pool pools[N_TYPES];
-    TensorList list = { .layer = -1 };
+    TensorList list = { .layer = -1, .prefix = "" };
     Meta md = { .arch = ARCHS[kind] };
     char name[64];
-    config_init(&c, p, n_layers, n_vocab);
+    config_init(&c, p, kind == MMPROJ ? 0 : n_layers, n_vocab);
     snprintf(name, sizeof name, "Synthetic Gemma 4 %s %s", p->name, KINDS[kind]);
     md_str(&md, "general.architecture", md.arch);
-    md_str(&md, "general.type", "model");
+    md_str(&md, "general.type", kind == MMPROJ ? "mmproj" : "model");
     md_str(&md, "general.name", name);
     md_str(&md, "general.basename", "gemma-4-synthetic");
     md_str(&md, "general.size_label", p->label);
@@ -1230,9 +1341,9 @@ int main(int argc, char **argv) {
     md_str(&md, "synthetic.preset", p->name);
     md_str(&md, "synthetic.kind", KINDS[kind]);
     md_u32(&md, "synthetic.seed", seed);
-    int n = kind == 0 ? build_target(&c, &md, &list, drop_shared_kv) : kind == 1 ? build_mtp(&c, &md, &list)
-                                                                     : build_dflash(&c, &md, &list);
-    add_tokenizer(&md, c.n_vocab);
+    int n = kind == TARGET ? build_target(&c, &md, &list, drop_shared_kv) : kind == MTP ? build_mtp(&c, &md, &list) :
+            kind == DFLASH ? build_dflash(&c, &md, &list) : build_mmproj(&c, &md, &list, n_layers);
+    if (kind != MMPROJ) add_tokenizer(&md, c.n_vocab);
     sort_tensors(&list);
     assign_types(&list, &QUANTS[quant], n);
     // sized by the fused tensors, so splitting changes no weight

@@ -336,6 +336,10 @@ awk '/^  -/ { if (line) print line; line = "" } /^$/ { if (line) print line; lin
     grep '^  -' | grep -v default | sort -u >"$tmp/no-default"
 ok "--help: each flag says its default but --model, --help and --version" lines no-default 3
 printf '[]' >"$tmp/no-tools.json"
+"$build/make_gguf" --preset tiny-moe --quant q8_0 --kind mmproj --layers 2 --out "$tmp/tower.gguf"
+"$build/make_gguf" --preset micro-dense --quant f16 --kind mmproj --out "$tmp/micro-tower.gguf"
+"$build/make_gguf" --preset micro-dense --quant q8_0 --vocab 262144 --out "$tmp/sees.gguf"     # has tokens for pictures
+{ printf 'P6\n4 3\n255\n' && head -c 36 /dev/zero; } >"$tmp/picture.ppm"
 drafter=models/gemma4-mini-mtp-q8_0.gguf
 printf '\002\000\000\000' >"$tmp/bos.i32"
 printf 'ctx,decode_tps\n1024,3\n2048,2\n' >"$tmp/table.csv"
@@ -352,7 +356,8 @@ while read -r names; do
         "--tree "*) good=8 bad=64 ;;
         "--lazy-draft "*) ;;
         "--spec-force "*) verb=bench good=0.7,0.5 bad=2 plain="-r 1 -p 0 -n 2 -md $drafter" ;;
-        "-p --n-prompt " | "-n --n-gen " | "-d --n-depth " | "-r --repetitions " | "--rows " | "--fill " | "-pg " | \
+        "-p --n-prompt " | "-n --n-gen " | "-d --n-depth " | "-r --repetitions " | "--rows " | "--images " | \
+        "--fill " | "-pg " | \
         "--pflash-density ") continue ;;                                                               # of bench, below
         "--last ") verb=view plain='' file="$tmp/dump" good=8 bad=0 ;;
         "--chunks ") verb=ppl plain="-f $tmp/long.txt -c 64" good=2 bad=-1 ;;
@@ -376,6 +381,11 @@ while read -r names; do
         "-f "*) plain='' good="$tmp/prompt.txt -n 2" bad=missing.txt ;;
         "-sys "*) good=pirate ;;
         "-i "*) plain="-n 2" ;;
+        "--image "*)
+            file=$tmp/sees.gguf plain="-p hi -n 2 -c 200 --mmproj $tmp/micro-tower.gguf --image-tokens 70"
+            good=$tmp/picture.ppm bad=missing.png ;;
+        "--mmproj "*) good=$tmp/tower.gguf bad=$model ;;
+        "--image-tokens "*) plain="$plain --mmproj $tmp/tower.gguf" good=70 bad=71 ;;
         "--history "*) plain="-i -n 2" good="$tmp/history" ;;
         "--session "*) good="$tmp/kept" bad=/nowhere/x ;;
         "-v "*) ;;
@@ -595,6 +605,28 @@ for flag in --repeat-penalty --presence-penalty --frequency-penalty --logit-bias
 done
 
 # ---- bench ---------------------------------------------------------------------------
+run bench "$model" --mmproj "$tmp/tower.gguf" --images 6,0,7 -p 2 -n 0 -d 3 -r 2
+ok "bench --images: exits 0" [ "$status" -eq 0 ]
+rows=$(sed -nE 's/^\| .* (pp2 @ d3|img[0-9]+( @.*)?) \| +[0-9.]+ ± [0-9.]+ \|.*/\1/p' "$tmp/out" | tr '\n' ,)
+ok "bench --images: a row for each picture, after the others and at no depth, got $rows" [ "$rows" = "pp2 @ d3,img6,img7," ]
+ok "bench --images: milliseconds" [ "$(grep -cE ' img[67] \| +[0-9.]+ ± [0-9.]+ \| +[0-9.]+ ± [0-9.]+ ms \|' "$tmp/out")" -eq 2 ]
+run bench "$model" --mmproj "$tmp/tower.gguf" --images 12 -p 0 -n 0 -r 1 -o csv
+ok "bench --images: csv: milliseconds are those of the speed" awk -F, '
+    NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i }
+    NR == 2 { x = $at["avg_ts"] * $at["image_ms"] / 12000; good = $at["n_image"] == 12 && x > 0.999 && x < 1.001 }
+    END { exit !good }' "$tmp/out"
+ok "bench --images: csv: names the tower's file" has out "\"$tmp/tower.gguf\""
+error "--images needs --mmproj" bench "$model" --images 6
+error "expected at most 1120 tokens per picture, got 1121" bench "$model" --mmproj "$tmp/tower.gguf" --images 1121
+run bench "$model" --mmproj "$tmp/tower.gguf" --images 1117 -p 0 -n 0
+ok "bench --images: more than the tower's positions" has err "no positions for a picture of 1117 x 1 tokens"
+error "nothing to measure" bench "$model" --mmproj "$tmp/tower.gguf" --images 0 -p 0 -n 0
+for preset in e2b e4b 12b 26b-a4b 31b; do              # towers of true shape, with text models of true width
+    "$build/make_gguf" --preset $preset --quant q8_0 --layers 2 --vocab 512 --sparse --out "$tmp/wide.gguf"
+    "$build/make_gguf" --preset $preset --quant q8_0 --kind mmproj --sparse --out "$tmp/wide-tower.gguf"
+    run plan "$tmp/wide.gguf" --mmproj "$tmp/wide-tower.gguf" --vram 60
+    ok "plan: the image tower of $preset" [ "$status$(grep -c '^image tower  *[0-9.]* GiB' "$tmp/out")" = 01 ]
+done
 $limit "$gemma4" bench "$model" -p 3,70 -n 2 -d 0,5 -r 2 -t 2 >"$tmp/bench.md" 2>"$tmp/err"
 status=$?
 ok "bench: exit status 0" [ "$status" -eq 0 ]

@@ -61,19 +61,21 @@ static const struct { const char *name, *value; } favourites[] = {
     { "-md", "mtp.gguf" }, { "-md", "dflash.gguf" }, { "-l", "5-inf,7+2.5" }, { "--scorer", "mini.gguf" },
     { "--ids", "ids.i32" }, { "-o", "new" }, { "--session", "new" }, { "--session", "session" }, { "-f", "text.txt" },
     { "-f", "long.txt" }, { "--kld-base", "new" }, { "--api-key-file", "text.txt" }, { "--dump", "folder" },
-    { "--session-dir", "folder" }, { "--spec-force", "0.9,0.5" }, { "--history", "new" }, { "-m", "mini.gguf" } };
+    { "--session-dir", "folder" }, { "--spec-force", "0.9,0.5" }, { "--history", "new" }, { "-m", "mini.gguf" },
+    { "--mmproj", "tower.gguf" } };
 
 static const struct { const char *name, *words; } companions[] = {     // flags that need another flag
     { "--scorer", "--compress 0.3" }, { "--think-budget", "--think" }, { "--history", "-i" },
     { "--tree", "-md mtp.gguf" }, { "--tool-choice", "--tools tools.json" }, { "-ctv", "--kv-layout untied" },
     { "--spec-force", "-md dflash.gguf" }, { "--kv-swa", "-ctk f32" }, { "--pflash", "--pflash-from 0" },
     { "--compress", "-f long.txt -c 2000" },
-    { "--compress-from", "--compress 0.4" } };
+    { "--compress-from", "--compress 0.4" }, { "--images", "--mmproj tower.gguf" },
+    { "--image-tokens", "--mmproj tower.gguf" } };
 
 static const char *const files[] = {
     "text.txt", "long.txt", "empty", "tools.json", "schema.json", "form.gbnf", "ids.i32", "noise", "session",
     "folder", "new", "folder/new", "missing/new", "", "/dev/null", "/dev/full", "-", "mini.gguf", "mini-e.gguf",
-    "mtp.gguf", "dflash.gguf", "text.txt/new" };
+    "mtp.gguf", "dflash.gguf", "tower.gguf", "text.txt/new" };
 static const char *const folders[] = { "folder", "folder/new", "text.txt", "", "missing/new", "/dev/null", "." };
 static const char *const texts[] = {
     "Hello", "Tell me a story about a fox.", "", " ", "\n", "two\nlines", "\xff\xfe",
@@ -285,6 +287,7 @@ static struct { const char *name, *from; char *data; size_t n; struct stat st; }
     { .name = "mini-e.gguf", .from = "models/gemma4-mini-e-q8_0.gguf" },
     { .name = "mtp.gguf", .from = "models/gemma4-mini-mtp-q8_0.gguf" },
     { .name = "dflash.gguf", .from = "models/gemma4-mini-dflash-q8_0.gguf" },
+    { .name = "tower.gguf" },
     { .name = "text.txt", .from = "tests/drafted.txt", .n = 200 },
     { .name = "long.txt", .from = "tests/drafted.txt", .n = 1200 },
     { .name = "prompts.jsonl",
@@ -336,6 +339,8 @@ static void read_own_files(const char *gemma4) {
     for (int i = 0; i < N_OF(own); i++) {
         const bool is_session = !strcmp(own[i].name, "session");
         if (is_session) own[i].from = path;
+        if (!strcmp(own[i].name, "tower.gguf"))
+            own[i].from = kept(make_model("tower", "tiny-moe", "q8_0", "--kind", "mmproj", "--layers", "2", NULL));
         if (own[i].from) {
             struct stat st;
             own[i].data = text_of(own[i].from);

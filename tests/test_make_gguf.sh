@@ -16,7 +16,7 @@ while read -r want file; do
     name=${file%.gguf} kind=target seed=1
     set --
     case $name in *-split) name=${name%-split}; set -- "$@" --split-experts ;; esac
-    case $name in *-mtp | *-dflash) kind=${name##*-} name=${name%-*} ;; esac
+    case $name in *-mtp | *-dflash | *-mmproj) kind=${name##*-} name=${name%-*} ;; esac
     case $name in micro-*) seed=11; set -- "$@" --separate-pools ;; esac
     got=$("$make_gguf" --preset "${name%-*}" --quant "${name##*-}" --kind "$kind" --seed "$seed" "$@" \
         --sha256 --out "$tmp/$file")
@@ -32,6 +32,17 @@ if command -v sha256sum >/dev/null 2>&1; then
 else
     skip "no sha256sum: the files on disk were not hashed a second time"
 fi
+
+# ---- projectors of true shape: as large as published ones, up to a few keys
+while read -r preset quant published; do
+    "$make_gguf" --preset "$preset" --quant "$quant" --kind mmproj --sparse --out "$tmp/mmproj.gguf"
+    off=$((published - $(wc -c <"$tmp/mmproj.gguf")))
+    [ "$off" -ge -2000 ] && [ "$off" -le 2000 ]
+    check $? "mmproj of $preset, $quant: $off bytes less than the published file"
+done <<.
+26b-a4b f16 1193058432
+.
+rm -f "$tmp/mmproj.gguf"
 
 # ---- bad arguments: exit 1, one line, no file
 refuse() { # refuse TEXT ARGUMENTS...: TEXT must be part of the error
@@ -60,6 +71,10 @@ refuse "from 2 to 512, got '1'" --preset micro-e --quant f16 --out "$x" --layers
 refuse "from 512 to 262144, got '511'" --preset micro-e --quant f16 --out "$x" --vocab 511
 refuse "has no experts" --preset micro-e --quant f16 --out "$x" --split-experts
 refuse "has no experts" --preset micro-moe --quant f16 --kind mtp --out "$x" --split-experts
+refuse "got q4_0" --preset micro-e --quant q4_0 --kind mmproj --out "$x"
+refuse "has no vocabulary" --preset micro-e --quant f16 --kind mmproj --vocab 512 --out "$x"
+refuse "has no layers" --preset 12b --quant f16 --kind mmproj --layers 2 --out "$x"
+refuse "no draft model of preset 12b" --preset 12b --quant f16 --kind dflash --out "$x"
 refuse "cannot create" --preset micro-e --quant f16 --out "$tmp/no/such/folder/x.gguf"
 
 # ---- a write that fails: the partial file is removed (a file size limit simulates a full disk)

@@ -88,6 +88,8 @@ for name in micro-dense-f16 micro-moe-f16 micro-e-f32; do
     "$make_hf" "$tmp/r.gguf" "$tmp/$name.set" --bf16 --extra --shards 2 --prefix language_model.model.
     same_model "$name, BF16 vectors, two files, an index, other modalities" "$tmp/$name.set" "$tmp/r.gguf"
     ok "$name: other modalities are counted and named" has err "3 tensors do not belong to the text model"
+    run plan "$tmp/$name.set" --mmproj "$tmp/$name.set"                          # whose tower is of a wrong type
+    ok "$name: an image tower that is opened is not counted" has err "# 1 tensor does not belong to the text model and is ignored, the first: model.audio_tower."
     "$make_hf" "$tmp/$name.gguf" "$tmp/$name.num" --shards 3 --numbered --prefix model.
     same_model "$name, three numbered files" "$tmp/$name.num" "$tmp/$name.gguf"
 done
