@@ -752,6 +752,28 @@ static int build_dflash(const Config *c, Meta *md, TensorList *b) {
     return DFLASH_LAYERS;
 }
 
+// An image tower without layers (gemma4uv): the embedder of 48 x 48 pixels. width: of its rows.
+static void build_tower(const Config *c, Meta *md, TensorList *b) {
+    const int width = 32, patch = 48 * 48 * 3, positions = 1120;
+    md_bool(md, ".has_vision_encoder", true);
+    md_str(md, ".vision.projector_type", "gemma4uv");
+    md_u32(md, ".vision.projection_dim", (uint32_t)c->p->dim);
+    md_u32(md, ".vision.patch_size", 16);
+    md_u32(md, ".vision.embedding_length", (uint32_t)width);
+    mat(b, "v.patch_embd", patch, width);
+    mat_experts(b, "v.position_embd", width, positions, 2);
+    mat(b, "mm.input_projection", width, c->p->dim);
+    for (int i = 0; i < 4; i++) {
+        static const char *const stems[] = { "v.patch_embd", "v.patch_norm.1", "v.patch_norm.2", "v.patch_norm.3" };
+        const int n = i == 1 ? patch : width;
+        if (i) vec(b, stems[i], n);
+        Tensor *bias = add_tensor(b, stems[i], ".bias", 1);
+        bias->ne[0] = (uint64_t)n;
+        bias->ne[1] = bias->ne[2] = 1;
+        bias->mean = bias->jitter = 0.1;
+    }
+}
+
 static int tensor_order(const void *a, const void *b) {  // the order of a quantized file
     const Tensor *x = a, *y = b;
     return x->layer != y->layer ? (x->layer > y->layer) - (x->layer < y->layer) : strcmp(x->name, y->name);
@@ -1140,7 +1162,7 @@ static const char USAGE[] =
     "  --preset P        26b-a4b 31b e2b e4b (true sizes), tiny-dense tiny-moe tiny-e, micro-dense micro-moe micro-e\n"
     "  --quant Q         f32 f16 bf16 q8_0 q4_0 q4_k_m q6_k\n"
     "  --out FILE        the file to write; an existing one is replaced\n"
-    "  --kind K          target (default), mtp (Gemma 4 assistant) or dflash (DFlash draft)\n"
+    "  --kind K          target (default), mtp (Gemma 4 assistant), dflash (DFlash draft) or tower (of images; --quant f32)\n"
     "  --seed N          0 to 4294967295, default 1\n"
     "  --vocab N         tokens, 512 to 262144; default: that of the preset\n"
     "  --layers N        layers of the target, 2 to 512; give drafts the --vocab and --layers of their target\n"
@@ -1159,12 +1181,13 @@ static uint32_t parse_number(const char *flag, const char *s, uint32_t min, uint
     return (uint32_t)v;
 }
 
-static const char *KINDS[] = { "target", "mtp", "dflash" };
-static const char *ARCHS[] = { "gemma4", "gemma4-assistant", "dflash" };
+enum { TARGET, MTP, DFLASH, TOWER, N_KINDS };
+static const char *KINDS[] = { "target", "mtp", "dflash", "tower" };
+static const char *ARCHS[] = { "gemma4", "gemma4-assistant", "dflash", "clip" };
 
 static const char *preset_name(int i) { return i < N_PRESETS ? PRESETS[i].name : NULL; }
 static const char *quant_name(int i) { return i < N_QUANTS ? QUANTS[i].name : NULL; }
-static const char *kind_name(int i) { return i < 3 ? KINDS[i] : NULL; }
+static const char *kind_name(int i) { return i < N_KINDS ? KINDS[i] : NULL; }
 
 static int parse_choice(const char *flag, const char *s, const char *(*name)(int)) {
     char all[200] = "";
@@ -1220,7 +1243,7 @@ int main(int argc, char **argv) {
     config_init(&c, p, n_layers, n_vocab);
     snprintf(name, sizeof name, "Synthetic Gemma 4 %s %s", p->name, KINDS[kind]);
     md_str(&md, "general.architecture", md.arch);
-    md_str(&md, "general.type", "model");
+    md_str(&md, "general.type", kind == TOWER ? "mmproj" : "model");
     md_str(&md, "general.name", name);
     md_str(&md, "general.basename", "gemma-4-synthetic");
     md_str(&md, "general.size_label", p->label);
@@ -1230,9 +1253,12 @@ int main(int argc, char **argv) {
     md_str(&md, "synthetic.preset", p->name);
     md_str(&md, "synthetic.kind", KINDS[kind]);
     md_u32(&md, "synthetic.seed", seed);
-    int n = kind == 0 ? build_target(&c, &md, &list, drop_shared_kv) : kind == 1 ? build_mtp(&c, &md, &list)
-                                                                     : build_dflash(&c, &md, &list);
-    add_tokenizer(&md, c.n_vocab);
+    int n = 0;
+    if (kind == TARGET) n = build_target(&c, &md, &list, drop_shared_kv);
+    else if (kind == MTP) n = build_mtp(&c, &md, &list);
+    else if (kind == DFLASH) n = build_dflash(&c, &md, &list);
+    else build_tower(&c, &md, &list);
+    if (kind != TOWER) add_tokenizer(&md, c.n_vocab);
     sort_tensors(&list);
     assign_types(&list, &QUANTS[quant], n);
     // sized by the fused tensors, so splitting changes no weight
