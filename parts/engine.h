@@ -317,9 +317,9 @@ API void scorer_check(const char *file, Model *target);              // dies if 
 API void score_prompt(Session *s, Model *scorer, const int32_t *ids, int n, int first, float *score);
 
 // ==== [7] Pictures ==================================================================================================
-// From the parts of a message to a Prompt. tok_chat() says where pictures stand; read_pictures() reads their headers, so
-// a prompt can be counted, and with place_pictures() compared, before a picture is decoded; compute_pictures() decodes
-// and runs the tower, or decode_picture() and picture_rows() for one of them.
+// From the parts of a message to a Prompt. tok_chat() says where pictures stand; read_pictures() reads their headers,
+// so a prompt can be counted, and with place_pictures() compared, before a picture is decoded; compute_pictures()
+// decodes and runs the tower, or decode_picture() and picture_rows() for one of them.
 
 typedef struct {              // a picture of a prompt
     uint64_t hash;            // of the bytes of its file, its number of tokens and the tower

@@ -815,8 +815,8 @@ static bool decode_one(Exchange *x, PictureFile *f) {
     Budget *b = &x->srv->budget;
     char err[300];
     if (f->memory > b->limit[FOR_WORK])
-        return refuse(&x->fault, 400, "messages", "an image takes up to %zu MiB when it is decoded, this server has %zu "
-                      "for that; make it smaller", f->memory >> 20, b->limit[FOR_WORK] >> 20);
+        return refuse(&x->fault, 400, "messages", "an image takes up to %zu MiB when it is decoded, this server has "
+                      "%zu for that; make it smaller", f->memory >> 20, b->limit[FOR_WORK] >> 20);
     if (!more_work(x, f->memory)) return false;
     const bool ok = decode_picture(f, err, sizeof err);
     budget_set(b, FOR_WORK, &x->work, x->work - f->memory);

@@ -304,8 +304,11 @@ static bool add_pictures(Exchange *x, const TokPictures *at, size_t most, size_t
     const size_t n = job->ids.n + x->more;
     if (!most) return true;
     if (n > most) return refuse_long(x, n, false);
-    for (int k = 0; k < job->pictures.n; k++) job->picture_bytes += job->pictures.files[k].file.cap;
-    job->picture_bytes += x->more * (TOKEN_SIDE * TOKEN_SIDE * 3 + (size_t)model_shape(x->srv->m).dim * sizeof(float));
+    for (int k = 0; k < job->pictures.n; k++) {
+        const PictureFile *f = &job->pictures.files[k];
+        job->picture_bytes += f->file.cap + 3 * (size_t)f->w * (size_t)f->h +
+                              (size_t)f->n * (size_t)model_shape(x->srv->m).dim * sizeof(float);
+    }
     if (!more_work(x, 8 * n)) return false;
     place_pictures(&x->t, at, &job->ids, before_cue, &job->pictures);
     return true;
