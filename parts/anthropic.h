@@ -320,7 +320,7 @@ static void route_count(Exchange *x) {
     TokText out = { 0 };
     x->counts = true;
     if (!add_choice(x) || !read_question(x, &messages_api, &r)) return;
-    put(&out, "{'input_tokens':%z}", x->job->ids.n);
+    put(&out, "{'input_tokens':%z}", x->job->ids.n + x->more);
     respond(x, 200, "application/json", &out);
 }
 

@@ -132,13 +132,15 @@ static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids, Prom
     TokText shown = { 0 };
     TokPictures at = { 0 };
     PromptPictures in = { 0 };
+    size_t n_more;
     copy_messages(&c->messages, true, first, end, &shown);
     const TokChat chat = { .messages = { shown.s, shown.n }, .tools = c->tools, .think = c->think, .add_cue = cue,
                            .pictures = &at };
     ids->n = 0;
     Tokenizer *t = session_tokenizer(c->s);
     int status = tok_chat(t, &chat, ids, NULL);
-    if (!status && !place_pictures(session_model(c->s), t, &at, ids, NULL, &in, t->err, sizeof t->err)) status = -1;
+    if (!status && !read_pictures(session_model(c->s), t, &at, &in, &n_more, t->err, sizeof t->err)) status = -1;
+    if (!status) place_pictures(t, &at, ids, NULL, &in);
     tok_text_free(&shown);
     tok_pictures_free(&at);
     if (pictures) *pictures = in;

@@ -56,7 +56,8 @@ typedef struct {
     int    draft_width;       // candidates for each token that it drafts; 1: chains
     int    draft_depth;       // most tokens that it drafts at once
     const char *projector;    // file of an image tower (mmproj); "": the one in the model's folder; NULL: no images
-    int    image_tokens;      // soft rows of the largest picture; 0: 280
+    int    image_tokens;      // soft rows of a picture, at most; 0: 280
+    int    image_most;        // likewise, of a message that asks for fine detail; 0: image_tokens
     size_t memory;            // bytes that the backend is taken to have; 0: what it has
     const char *place;        // where matrices lie, "REGEX=CPU,REGEX=GPU,..", as -ot has it; NULL: the plan decides
     size_t host_memory;       // bytes of host memory that the caller needs; they count if the device shares that memory
@@ -316,13 +317,16 @@ API void scorer_check(const char *file, Model *target);              // dies if 
 API void score_prompt(Session *s, Model *scorer, const int32_t *ids, int n, int first, float *score);
 
 // ==== [7] Pictures ==================================================================================================
-// From the parts of a message to a Prompt. tok_chat() says where pictures stand; place_pictures() reads their headers,
-// so a prompt can be compared and counted before a picture is decoded; compute_pictures() decodes and runs the tower.
+// From the parts of a message to a Prompt. tok_chat() says where pictures stand; read_pictures() reads their headers,
+// so a prompt can be counted, and with place_pictures() compared, before a picture is decoded; compute_pictures()
+// decodes and runs the tower, or decode_picture() and picture_rows() for one of them.
 
 typedef struct {              // a picture of a prompt
     uint64_t hash;            // of the bytes of its file, its number of tokens and the tower
     int      w, h, n;         // pixels in which the tower sees it; tokens
-    TokText  file;            // those bytes
+    size_t   memory;          // bytes that decode_picture() needs, at most
+    TokText  file;            // those bytes, until it is decoded
+    uint8_t *rgb;             // (h, w, 3) from then on, until its rows are computed; else NULL
 } PictureFile;
 
 typedef struct {              // the pictures of a prompt, in the order of their places; start with {0}
@@ -341,12 +345,20 @@ typedef struct {              // rows of pictures that were computed, the newest
 // to its tokens. Returns false and writes one line to err if the file is no picture, or no tower is loaded.
 API bool picture_part(Model *m, TokStr file, TokText *parts, int *w, int *h, int *n, char *err, size_t err_size);
 // What the rows of a picture depend on besides the picture; 0: no tower is loaded. Call it once before other threads
-// call place_pictures().
+// call read_pictures().
 API uint64_t tower_hash(Model *m);
-// Puts the ids of pictures to their places in a prompt that tok_chat() has made; *before_cue, unless NULL, is moved
-// with them. Returns false and writes one line to err if a picture cannot be read; then *out is empty. Any thread.
-API bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue,
-                        PromptPictures *out, char *err, size_t err_size);
+// Reads the headers of the pictures that tok_chat() has found; *n_more: ids that they add to its prompt. Returns false
+// and writes one line to err if one cannot be read; then *out is empty. Any thread.
+API bool read_pictures(Model *m, const Tokenizer *t, const TokPictures *at, PromptPictures *out, size_t *n_more,
+                       char *err, size_t err_size);
+// Puts the ids of pictures to their places in the prompt; *before_cue, unless NULL, is moved with them. Any thread.
+API void place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue, PromptPictures *p);
+// Finds the places of n pictures again in a prompt whose other ids have changed.
+API void find_pictures(const TokIds *ids, Picture *places, int n);
+// Decodes a picture, unless it is decoded, on this thread alone. False: err says why it cannot. Any thread.
+API bool decode_picture(PictureFile *f, char *err, size_t err_size);
+// Decodes a picture, unless it is decoded, and runs the tower. Returns (n, dim) rows, or NULL: err says why it cannot.
+API float *picture_rows(Model *m, PictureFile *f, char *err, size_t err_size);
 // Computes the rows of those pictures of a prompt (ids) that a session will not keep, if they are not known yet. They
 // stay until pictures_release(). Returns false and writes one line to err if it cannot, or if *stop is set meanwhile;
 // stop NULL: it is never set.
@@ -354,6 +366,9 @@ API bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPict
                           const volatile sig_atomic_t *stop, char *err, size_t err_size);
 API void pictures_release(RowCache *c, PromptPictures *p);           // frees p; c may now forget its rows
 API void pictures_free(PromptPictures *p);             // of a prompt whose rows were not computed
+API const float *row_cache_pin(RowCache *c, uint64_t hash);          // rows, to be released; NULL: they are not known
+// Adds rows of this many bytes, pinned; drops the oldest ones that no prompt uses, if there are too many.
+API void row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes);
 API void row_cache_free(RowCache *c);
 
 // ==== [8] Lists of ids, texts, logits ===============================================================================

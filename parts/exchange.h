@@ -69,7 +69,8 @@ struct Exchange {             // a request and its answer
     bool        too_large, answered;
     bool        early;                 // it is refused before its body has come
     bool        lost;                  // there was no memory for a response: the connection is closed
-    bool        counts;                // only the tokens of the prompt are asked for
+    bool        counts;                // only the tokens of the prompt are asked for,
+    size_t      more;                  // of which pictures have so many that are not placed
     bool        malformed;             // the head is; what follows it is not read
     Fault       fault;
     char        warnings[2048];        // for the client and the log: see warn()
@@ -573,7 +574,8 @@ static Job *add_choice(Exchange *x) {
         free(job);
         return NULL;
     }
-    *job = (Job){ .lead = lead ? lead : job, .n_owners = 1, .n_top = -1, .fd = -1, .budget = &x->srv->budget };
+    *job = (Job){ .lead = lead ? lead : job, .n_owners = 1, .n_top = -1, .fd = -1, .budget = &x->srv->budget,
+                  .rows = &x->srv->rows };
     pthread_cond_init(&job->news, NULL);
     if (lead) {
         lead->n_owners++;
@@ -807,6 +809,34 @@ static void rank_answers(Exchange *x) {
         }
 }
 
+// Decodes the picture of a file, unless the rows of it are known. Whole pixels take memory only here, and only that of
+// one picture: the engine gets it in the size that the tower sees.
+static bool decode_one(Exchange *x, PictureFile *f) {
+    Budget *b = &x->srv->budget;
+    char err[300];
+    if (f->memory > b->limit[FOR_WORK])
+        return refuse(&x->fault, 400, "messages", "an image takes up to %zu MiB when it is decoded, this server has "
+                      "%zu for that; make it smaller", f->memory >> 20, b->limit[FOR_WORK] >> 20);
+    if (!more_work(x, f->memory)) return false;
+    const bool ok = decode_picture(f, err, sizeof err);
+    budget_set(b, FOR_WORK, &x->work, x->work - f->memory);
+    return ok || refuse_text(x, "messages", NULL, err);
+}
+
+// Prepares the pictures of a prompt. One that is there twice is decoded once.
+static bool decode_pictures(Exchange *x) {
+    PromptPictures *p = &x->choices->job->pictures;
+    for (int k = 0; k < p->n; k++) {
+        bool again = false;
+        for (int i = 0; i < k; i++) again |= p->files[i].hash == p->files[k].hash;
+        pthread_mutex_lock(&x->srv->lock);
+        p->places[k].rows = row_cache_pin(&x->srv->rows, p->files[k].hash);
+        pthread_mutex_unlock(&x->srv->lock);
+        if (!again && !p->places[k].rows && !decode_one(x, &p->files[k])) return false;
+    }
+    return true;
+}
+
 // Makes the jobs of a request. False: it is refused.
 static bool make_jobs(Exchange *x, const Api *api, Request *r) {
     Server *srv = x->srv;
@@ -820,7 +850,7 @@ static bool make_jobs(Exchange *x, const Api *api, Request *r) {
     Job *lead = x->choices->job;
     lead->no_cache = r->no_cache;
     if (is_given(&r->user)) lead->client = hash_bytes(r->user.s, r->user.n);
-    if (!add_answers(x, r) || starved) return false;
+    if (!add_answers(x, r) || starved || !decode_pictures(x)) return false;
     x->include_usage = r->include_usage;
     x->one_call = r->one_call;
     x->progress = r->progress;

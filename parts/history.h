@@ -3,7 +3,8 @@
  * A client sends what other servers, and other versions of itself, have written: parts that are no text, results far
  * from their calls, arguments that are no JSON, tools that a server would have to run. What has a text is read. What
  * has none becomes a short placeholder, with a warning: one strange old message must not end a conversation. Only in
- * the message that is to be answered now, an image or a file is refused.
+ * the message that is to be answered now, a file is refused. Images are shown to a model that has a tower; without
+ * one, they are like files.
  *
  * Uses engine.h, request.h, exchange.h, dialects.h. Begin with read_messages().
  *   [1] Parts of a content    [2] Messages    [3] Tools */
@@ -106,9 +107,36 @@ static bool append_document(TokText *out, const GgufJson *part) {
     return ok;
 }
 
-// Appends a part of a content as one that is text. A thought among the parts is left out. is_new: it is refused if it
-// has no text.
-static bool put_text_part(Exchange *x, TokText *out, const GgufJson *part, bool is_new) {
+static bool is_image(const GgufJson *part) {
+    static const char *const types[] = { "image_url", "image", "input_image", "computer_screenshot" };
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (is_type(part, types[i])) return true;
+    return false;
+}
+
+// Appends an image in any API's form as a part with image_url {url, detail}, which picture.h reads.
+static bool put_image_part(Exchange *x, TokText *out, const GgufJson *part) {
+    static const char *const details[] = { "low", "high", "auto", "original" };
+    const char *param = x->api && x->api->convert ? "input" : "messages";
+    GgufJson inner, url = { 0 }, detail;
+    bool known = false;
+    const bool deep = member(part, "image_url", &inner) && inner.type == GGUF_J_OBJECT;
+    if (deep) member(&inner, "url", &url);
+    else if (member(part, "image_url", &inner)) url = inner;
+    else if (member(part, "source", &inner) && !member(&inner, "data", &url)) member(&inner, "url", &url);
+    if (url.type != GGUF_J_STRING)
+        return refuse(&x->fault, 400, param, "an image: expected its data in base64, as image_url.url or source.data");
+    if (!member(deep ? &inner : part, "detail", &detail)) detail = (GgufJson){ GGUF_J_STRING, "\"auto\"", 6 };
+    for (int i = 0; i < 4; i++) known |= gguf_json_is(&detail, details[i]);
+    if (!known) return refuse(&x->fault, 400, param, "detail: expected low, high or auto");
+    if (gguf_json_is(&detail, "original")) detail = (GgufJson){ GGUF_J_STRING, "\"high\"", 6 };
+    put_comma(out);
+    put(out, "{'type':'image_url','image_url':{'url':%r,'detail':%r}}", raw(&url), raw(&detail));
+    return true;
+}
+
+// Appends a part of a content as one that is text, or an image if the model sees. A thought among the parts is left
+// out. is_new: it is refused if it is neither.
+static bool put_part_of(Exchange *x, TokText *out, const GgufJson *part, bool is_new) {
     GgufJson v;
     TokText text = { 0 };
     char type[64];
@@ -116,6 +144,7 @@ static bool put_text_part(Exchange *x, TokText *out, const GgufJson *part, bool 
         warn(x, "thoughts among the parts of a content: left out");
         return true;
     }
+    if (x->srv->sees && is_image(part)) return put_image_part(x, out, part);
     put_comma(out);
     put(out, "{'type':'text','text':");
     const bool has_text = part->type == GGUF_J_STRING || ((member(part, "text", &v) || member(part, "refusal", &v)) &&
@@ -128,9 +157,12 @@ static bool put_text_part(Exchange *x, TokText *out, const GgufJson *part, bool 
         put(out, "%t", raw(part));
     } else {
         type_word(part, type);
+        if (is_new && is_image(part))
+            return refuse(&x->fault, 400, x->api && x->api->convert ? "input" : "messages",
+                          "%s: this model reads text only; start the server with --mmproj FILE for images", type);
         if (is_new)
             return refuse(&x->fault, 400, x->api && x->api->convert ? "input" : "messages",
-                          "%s: expected text; images, audio and files are not supported", type);
+                          "%s: expected text; audio, video and files are not supported", type);
         warn(x, "%s: replaced by a placeholder", type);
         append(&text, "[", 1);
         append(&text, type, strlen(type));
@@ -287,7 +319,7 @@ static void put_old_calls(TokText *out, const GgufJson *m) {
     put(out, "]");
 }
 
-// Appends a message in the form of the template. is_new: see put_text_part().
+// Appends a message in the form of the template. is_new: see put_part_of().
 static bool put_message(Exchange *x, TokText *out, const Past *p, bool is_new) {
     static const char *const names[] = { "reasoning", "reasoning_content", "tool_call_id", "name" };
     const bool is_tool = gguf_json_is(&p->role, "tool");
@@ -302,11 +334,11 @@ static bool put_message(Exchange *x, TokText *out, const Past *p, bool is_new) {
         put(out, ",'content':");
         if (content.type == GGUF_J_ARRAY) {
             put(out, "[");
-            while (gguf_json_next(&content, NULL, &part)) if (!put_text_part(x, out, &part, is_new)) return false;
+            while (gguf_json_next(&content, NULL, &part)) if (!put_part_of(x, out, &part, is_new)) return false;
             put(out, "]");
         } else if (content.type == GGUF_J_OBJECT && !is_tool) {
             put(out, "[");
-            if (!put_text_part(x, out, &content, is_new)) return false;
+            if (!put_part_of(x, out, &content, is_new)) return false;
             put(out, "]");
         } else {
             put(out, "%r", raw(&content));
@@ -316,16 +348,20 @@ static bool put_message(Exchange *x, TokText *out, const Past *p, bool is_new) {
     return true;
 }
 
-// Appends a result whose call is not there, as a text of the user.
-static void put_lost_result(Exchange *x, TokText *out, const GgufJson *m) {
+// Appends a result whose call is not there, as a text of the user and its images.
+static bool put_lost_result(Exchange *x, TokText *out, const GgufJson *m) {
     TokText text = { 0 };
-    GgufJson v;
+    GgufJson v = { 0 }, part;
     append(&text, "[result of a tool] ", 19);
     if (member(m, "content", &v) && !append_content(&text, &v)) append(&text, v.s, v.n);
     put_comma(out);
-    put(out, "{'role':'user','content':%t}", text_of(&text));
+    put(out, "{'role':'user','content':[{'type':'text','text':%t}", text_of(&text));
     warn(x, "a tool result without its call: read as a text of the user");
     tok_text_free(&text);
+    while (x->srv->sees && v.type == GGUF_J_ARRAY && gguf_json_next(&v, NULL, &part))
+        if (is_image(&part) && !put_image_part(x, out, &part)) return false;
+    put(out, "]}");
+    return true;
 }
 
 // The number of the user's message that is to be answered now: nothing but instructions follows it, and it does not
@@ -344,7 +380,7 @@ static bool put_messages_of(Exchange *x, TokText *out, Past *list, size_t n) {
     for (size_t i = 0; i < n; i++) {
         if (list[i].placed) continue;
         if (gguf_json_is(&list[i].role, "tool")) {
-            put_lost_result(x, out, &list[i].m);
+            if (!put_lost_result(x, out, &list[i].m)) return false;
             continue;
         }
         for (size_t k = i + 1; list[i].first != SIZE_MAX && k < list[i].last && !list[k].calls; k++) {

@@ -7,8 +7,8 @@
  * PNG, JPEG and WebP are read by libpng, libjpeg and libwebp, if this was compiled with them (USE_PNG, USE_JPEG,
  * USE_WEBP). The headers of all formats, and PPM and PGM, are read here. No byte of a file is trusted.
  *
- * THREADS  Any thread may decode. image_resize() shares its work with the thread pool, which takes one job at a time:
- *          call it on the thread that runs the model.
+ * THREADS  Any thread may decode. image_resize() may share its work with the thread pool, which takes one job at a
+ *          time: then call it on the thread that runs the model.
  * MEMORY   image_dims() allocates nothing and tells the size; decoding takes up to 12 bytes a pixel until it returns.
  *
  * Uses base.h. Begin with image_decode(), image_fit() and image_resize().
@@ -596,10 +596,12 @@ static void resize_rows(const void *task, int first, int end) {
     for (; first < end; first += BAND) resize_band(task, first, min_int(first + BAND, end));
 }
 
-// Resamples a picture to w x h pixels: out (h, w, 3). The caller has the thread pool. Dies if memory runs out.
-static inline void image_resize(const Image *in, int w, int h, uint8_t *out) {
+// Resamples a picture to w x h pixels: out (h, w, 3). alone: on this thread; else the caller has the thread pool. Dies
+// if memory runs out.
+static inline void image_resize(const Image *in, int w, int h, bool alone, uint8_t *out) {
     ResizeTask t = { in, w, make_resampler(in->w, w), make_resampler(in->h, h), out };
-    parallel(h, BAND, resize_rows, &t);
+    if (alone) resize_rows(&t, 0, h);
+    else parallel(h, BAND, resize_rows, &t);
     free_resampler(&t.across);
     free_resampler(&t.down);
 }

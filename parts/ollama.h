@@ -75,10 +75,28 @@ static bool put_asked(Exchange *x, TokText *out, const Asked *asked) {
     return ok;
 }
 
-static bool no_images(Exchange *x, const GgufJson *object, const char *where) {
-    GgufJson images, v;
-    return !member(object, "images", &images) || (images.type == GGUF_J_ARRAY && !gguf_json_next(&images, NULL, &v)) ||
-           refuse(&x->fault, 400, "images", "%simages: this model reads text only", where);
+// Appends a content, which follows the images of the object if it has some. where: what errors call the object.
+static bool put_seen(Exchange *x, TokText *out, const GgufJson *object, const GgufJson *content, const char *where) {
+    GgufJson images, v, rest = *content;
+    TokText parts = { 0 };
+    bool ok = true;
+    if (!member(object, "images", &images) || (images.type == GGUF_J_ARRAY && images.n == 2))
+        return put_content(x, out, content, "messages");
+    if (images.type != GGUF_J_ARRAY) return refuse(&x->fault, 400, "images", "%simages: expected a list", where);
+    if (!x->srv->sees && gguf_json_next(&images, NULL, &v))
+        return refuse(&x->fault, 400, "images", "%simages: this model reads text only; start the server with --mmproj "
+                      "FILE for images", where);
+    for (int i = 0; ok && gguf_json_next(&images, NULL, &v); i++) {
+        ok = v.type == GGUF_J_STRING ||
+             refuse(&x->fault, 400, "images", "%simages[%d]: expected a string in base64", where, i);
+        put(&parts, parts.n ? ",{'type':'image_url','image_url':%r}" : "{'type':'image_url','image_url':%r}", raw(&v));
+    }
+    if (rest.type == GGUF_J_STRING)
+        put(&parts, parts.n ? ",{'type':'text','text':%r}" : "{'type':'text','text':%r}", raw(content));
+    while (rest.type == GGUF_J_ARRAY && gguf_json_next(&rest, NULL, &v)) put(&parts, parts.n ? ",%r" : "%r", raw(&v));
+    put(out, "[%r]", text_of(&parts));
+    tok_text_free(&parts);
+    return ok;
 }
 
 // Appends the messages. *continues: the last one is text of the assistant, which the answer continues.
@@ -90,11 +108,10 @@ static bool put_ollama_messages(Exchange *x, TokText *out, GgufJson rest, bool *
         snprintf(where, sizeof where, "messages[%d].", i);
         if (!member(&m, "role", &role) || role.type != GGUF_J_STRING)
             return refuse(&x->fault, 400, "messages", "%srole: expected a string", where);
-        if (!no_images(x, &m, where)) return false;
         const bool is_assistant = gguf_json_is(&role, "assistant");
         put(out, i ? ",{'role':%r,'content':" : "{'role':%r,'content':", raw(&role));
         if (!member(&m, "content", &v)) v = (GgufJson){ GGUF_J_STRING, "\"\"", 2 };
-        if (!put_content(x, out, &v, "messages")) return false;
+        if (!put_seen(x, out, &m, &v, where)) return false;
         *continues = is_assistant && v.n > 2;
         if (member(&m, "thinking", &v)) put(out, ",'reasoning_content':%r", raw(&v));
         if (is_assistant && member(&m, "tool_calls", &v)) {
@@ -194,7 +211,7 @@ static bool wants_raw(const GgufJson *root) {
 // A prompt is the message of the user, or with `raw` the text that the model continues.
 static bool ollama_generate_convert(Exchange *x, TokText *out) {
     GgufJson root, prompt, system, v;
-    if (!parse_body(x, &root) || !no_images(x, &root, "")) return false;
+    if (!parse_body(x, &root)) return false;
     if (!member(&root, "prompt", &prompt) || prompt.type != GGUF_J_STRING)
         return refuse(&x->fault, 400, "prompt", "prompt: expected a string");
     const bool is_raw = wants_raw(&root);
@@ -206,12 +223,16 @@ static bool ollama_generate_convert(Exchange *x, TokText *out) {
         return refuse(&x->fault, 400, "template", "template: the model's own is built in; try raw");
     if (is_raw && (has_system || has_context))
         return refuse(&x->fault, 400, "raw", "raw mode does not support template, system, or context");
+    if (is_raw && member(&root, "images", &v) && v.n > 2)
+        return refuse(&x->fault, 400, "images", "images: not with raw, whose prompt has no places for them");
     if (is_raw) {
         put(out, "{'prompt':%r", raw(&prompt));
     } else {
         put(out, "{'messages':[");
         if (has_system) put(out, "{'role':'system','content':%r},", raw(&system));
-        put(out, "{'role':'user','content':%r}]", raw(&prompt));
+        put(out, "{'role':'user','content':");
+        if (!put_seen(x, out, &root, &prompt, "")) return false;
+        put(out, "}]");
         take_member(out, &root, "context", "tokens");
     }
     return put_ollama_rest(x, out, &root);
@@ -389,11 +410,12 @@ static void push_spoken(Tokenizer *t, TokIds *to, const TokIds *ids) {
     }
 }
 
-// Appends the tokens of the conversation as a later prompt has them, for its `context`. A raw prompt has none.
+// Appends the tokens of the conversation as a later prompt has them, for its `context`. A raw prompt has none, nor one
+// with images, whose rows could not be found by its tokens.
 static void put_context(TokText *out, Exchange *x) {
     static const char line[] = "\n";
     TokIds ids = { 0 };
-    if (x->api->ask == ollama_raw_ask) return;
+    if (x->api->ask == ollama_raw_ask || x->job->lead->pictures.n) return;
     push_spoken(&x->t, &ids, &x->job->ids);
     push_spoken(&x->t, &ids, &x->job->said);
     if (ids.n && tok_is_stop(&x->t, ids.ids[ids.n - 1])) ids.n--;
@@ -560,8 +582,8 @@ static void route_show(Exchange *x) {
     put(&out, ",'model_info':{'general.architecture':'gemma4','general.basename':%s,'general.parameter_count':%z,",
         srv->name, (size_t)size.params);
     put(&out, "'gemma4.context_length':%d,'gemma4.embedding_length':%d},", context_size(srv), model_shape(srv->m).dim);
-    put(&out, "'capabilities':['completion'%r%r],", str(srv->t->call_open >= 0 ? ",\"tools\"" : ""),
-        str(srv->t->channel_close >= 0 ? ",\"thinking\"" : ""));
+    put(&out, "'capabilities':['completion'%r%r%r],", str(srv->t->call_open >= 0 ? ",\"tools\"" : ""),
+        str(srv->t->channel_close >= 0 ? ",\"thinking\"" : ""), str(srv->sees ? ",\"vision\"" : ""));
     put_modified(&out, srv);
     put(&out, "}");
     tok_text_free(&parameters);

@@ -293,6 +293,27 @@ static const char *const chat_fields[] = {
     "verbosity", "reasoning_format", "samplers", NULL
 };
 
+// Puts the pictures of a conversation into its prompt, which may have `most` ids (0: no limit; then the prompt is only
+// counted). False: they are refused.
+static bool add_pictures(Exchange *x, const TokPictures *at, size_t most, size_t *before_cue) {
+    Job *job = x->job;
+    char err[300];
+    if (most && at->n > most) return refuse_long(x, at->n, true);
+    if (!read_pictures(x->srv->m, &x->t, at, &job->pictures, &x->more, err, sizeof err))
+        return refuse_text(x, "messages", NULL, err);
+    const size_t n = job->ids.n + x->more;
+    if (!most) return true;
+    if (n > most) return refuse_long(x, n, false);
+    for (int k = 0; k < job->pictures.n; k++) {
+        const PictureFile *f = &job->pictures.files[k];
+        job->picture_bytes += f->file.cap + 3 * (size_t)f->w * (size_t)f->h +
+                              (size_t)f->n * (size_t)model_shape(x->srv->m).dim * sizeof(float);
+    }
+    if (!more_work(x, 8 * n)) return false;
+    place_pictures(&x->t, at, &job->ids, before_cue, &job->pictures);
+    return true;
+}
+
 // Makes the prompt of a conversation. A later prompt begins with it up to the cue.
 static bool chat_ask(Exchange *x, Request *r) {
     Job *job = x->job;
@@ -300,14 +321,18 @@ static bool chat_ask(Exchange *x, Request *r) {
     if (!convert_tools(x, r) || !read_messages(x, r)) return false;
     const bool tools = is_given(&r->tools) && !gguf_json_is(&r->tool_choice, "none");
     size_t least = 0, before_cue = 0;
+    TokPictures at = { 0 };
     TokChat chat = { .messages = { r->messages.s, r->messages.n }, .think = r->think, .add_cue = true,
-                     .most = x->counts ? 0 : (size_t)prompt_room(x->srv), .least = &least, .before_cue = &before_cue };
+                     .most = x->counts ? 0 : (size_t)prompt_room(x->srv), .least = &least, .before_cue = &before_cue,
+                     .pictures = &at };
     if (tools) chat.tools = (TokStr){ r->tools.s, r->tools.n };
     Begun begun = { 0 };
     bool ok = !r->continues || take_begun(r, &x->fault, &begun, &chat);
     if (ok && tok_chat(&x->t, &chat, &job->ids, NULL) < 0)
         ok = least ? refuse_long(x, least, true) :
              refuse_text(x, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", NULL, x->t.err);
+    ok = ok && add_pictures(x, &at, chat.most, &before_cue);
+    tok_pictures_free(&at);
     const size_t cue = job->ids.n - before_cue;        // no calls are in it
     if (ok && !r->no_cache) replay_calls(x, &r->messages, &job->ids);
     if (ok) job->checkpoint_at = (int)(job->ids.n - cue);

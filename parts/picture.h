@@ -1,7 +1,7 @@
 /* picture.h - pictures in conversations: from the parts of a message to ids in a prompt and the rows of the tower.
  *
  * Uses engine.h (section [7], which it implements), image.h, vision.h, tokenizer.h, and the hash of session.h. Begin
- * with place_pictures() and compute_pictures().
+ * with read_pictures() and compute_pictures().
  *   [1] The bytes of a picture    [2] Places in a prompt    [3] Rows */
 #ifndef PICTURE_H
 #define PICTURE_H
@@ -55,14 +55,18 @@ static bool picture_text(const GgufJson *part, GgufJson *text) {
     return gguf_json_get(part, "source", &inner) && gguf_json_get(&inner, "data", text);
 }
 
+// The most tokens of a picture that a part of a message asks for by its `detail`.
+static int picture_most(const Model *m, const GgufJson *part) {
+    GgufJson inner, v = { 0 };
+    if (gguf_json_get(part, "image_url", &inner) && inner.type == GGUF_J_OBJECT) gguf_json_get(&inner, "detail", &v);
+    return gguf_json_is(&v, "low") ? 70 : gguf_json_is(&v, "high") ? 1120 : m->vision->usual_tokens;
+}
+
 // Reads the bytes of a picture's file from a part of a message. Returns false and writes one line to err if there are
 // none.
-static bool picture_bytes(TokStr json, TokText *out, char *err, size_t err_size) {
-    GgufJson part, text = { 0 };
-    size_t at;
-    const char *why;
-    if (gguf_json_parse(json.s, json.n, &part, &at, &why) < 0 || !picture_text(&part, &text) ||
-        text.type != GGUF_J_STRING) {
+static bool picture_bytes(const GgufJson *part, TokText *out, char *err, size_t err_size) {
+    GgufJson text = { 0 };
+    if (!picture_text(part, &text) || text.type != GGUF_J_STRING) {
         snprintf(err, err_size, "an image: expected {\"type\": \"image_url\", \"image_url\": {\"url\": \"data:..\"}}");
         return false;
     }
@@ -83,10 +87,11 @@ static bool has_tower(const Model *m, char *err, size_t err_size) {
     return m->vision != NULL;
 }
 
-// Reads the header of a picture's file, which gives its size, and its size for the tower.
-static bool fit_picture(const Model *m, TokStr file, int *w, int *h, ImageSize *size, char *err, size_t err_size) {
-    if (!has_tower(m, err, err_size) || !image_dims(file.s, file.n, w, h, err, err_size)) return false;
-    if (image_fit(*w, *h, m->vision->max_tokens, size)) return true;
+// Reads the header of a picture's file, which gives its size, and its size for the tower. most: of its tokens.
+static bool fit_picture(const Model *m, TokStr file, int most, int *w, int *h, ImageSize *size, char *err,
+                        size_t err_size) {
+    if (!image_dims(file.s, file.n, w, h, err, err_size)) return false;
+    if (image_fit(*w, *h, min_int(most, m->vision->max_tokens), size)) return true;
     snprintf(err, err_size, "an image of %d x %d pixels has no size for the tower", *w, *h);
     return false;
 }
@@ -94,7 +99,8 @@ static bool fit_picture(const Model *m, TokStr file, int *w, int *h, ImageSize *
 static bool picture_part(Model *m, TokStr file, TokText *parts, int *w, int *h, int *n, char *err, size_t err_size) {
     static const char begin[] = ",{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:image;base64,";
     ImageSize size;
-    if (!fit_picture(m, file, w, h, &size, err, err_size)) return false;
+    if (!has_tower(m, err, err_size)) return false;
+    if (!fit_picture(m, file, m->vision->usual_tokens, w, h, &size, err, err_size)) return false;
     *n = size.tokens + 2;                              // with <|image> and <image|>
     const bool ok = tok_text_append(parts, begin, sizeof begin - 1);
     encode_base64((const uint8_t *)file.s, file.n, parts);
@@ -114,20 +120,29 @@ static uint64_t tower_hash(Model *m) {
 }
 
 static void pictures_free(PromptPictures *p) {
-    for (int i = 0; i < p->n; i++) tok_text_free(&p->files[i].file);
+    for (int i = 0; i < p->n; i++) {
+        tok_text_free(&p->files[i].file);
+        free(p->files[i].rgb);
+    }
     free(p->places);
     free(p->files);
     *p = (PromptPictures){ 0 };
 }
 
 // Reads what is needed of a part before its picture is decoded. False: err says why it cannot be a picture.
-static bool read_picture(Model *m, TokStr part, PictureFile *f, char *err, size_t err_size) {
+static bool read_picture(Model *m, TokStr json, PictureFile *f, char *err, size_t err_size) {
     int w, h;
     ImageSize size;
     Hash hash = hash_new();
-    if (!picture_bytes(part, &f->file, err, err_size)) return false;
-    if (!fit_picture(m, (TokStr){ f->file.s, f->file.n }, &w, &h, &size, err, err_size)) return false;
+    GgufJson part = { 0 };
+    size_t byte;
+    const char *why;
+    gguf_json_parse(json.s, json.n, &part, &byte, &why);
+    if (!picture_bytes(&part, &f->file, err, err_size) ||
+        !fit_picture(m, (TokStr){ f->file.s, f->file.n }, picture_most(m, &part), &w, &h, &size, err, err_size))
+        return false;
     f->w = size.w, f->h = size.h, f->n = size.tokens;
+    f->memory = 12 * (size_t)w * (size_t)h;
     const uint64_t key[2] = { tower_hash(m), (uint64_t)f->n };
     hash_add(&hash, key, sizeof key);
     hash_add(&hash, f->file.s, f->file.n);
@@ -135,11 +150,10 @@ static bool read_picture(Model *m, TokStr part, PictureFile *f, char *err, size_
     return true;
 }
 
-static bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue,
-                           PromptPictures *out, char *err, size_t err_size) {
-    TokIds all = { 0 };
-    size_t from = 0, cue = before_cue ? *before_cue : 0;
+static bool read_pictures(Model *m, const Tokenizer *t, const TokPictures *at, PromptPictures *out, size_t *n_more,
+                          char *err, size_t err_size) {
     *out = (PromptPictures){ 0 };
+    *n_more = 0;
     if (!at->n) return true;
     if (!has_tower(m, err, err_size)) return false;
     if (t->image_open < 0 || t->image_close < 0) {
@@ -152,12 +166,22 @@ static bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds
         PictureFile *f = &out->files[out->n++];
         if (!read_picture(m, at->of[k].part, f, err, err_size)) {
             pictures_free(out);
-            tok_ids_free(&all);
             return false;
         }
+        *n_more += (size_t)f->n + 1;                   // two markers, in place of one
+    }
+    return true;
+}
+
+static void place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue, PromptPictures *p) {
+    TokIds all = { 0 };
+    size_t from = 0, cue = before_cue ? *before_cue : 0;
+    if (!p->n) return;
+    for (size_t k = 0; k < at->n; k++) {
+        const PictureFile *f = &p->files[k];
         while (from < at->of[k].at) push_id(t, &all, ids->ids[from++]);
         push_id(t, &all, t->image_open);
-        out->places[k] = (Picture){ .first = (int)all.n, .n = f->n };
+        p->places[k] = (Picture){ .first = (int)all.n, .n = f->n };
         for (int i = 0; i < f->n; i++) push_id(t, &all, picture_id(f->hash, i));
         push_id(t, &all, t->image_close);
         if (before_cue && at->of[k].at < cue) *before_cue += (size_t)f->n + 1;
@@ -166,7 +190,13 @@ static bool place_pictures(Model *m, Tokenizer *t, const TokPictures *at, TokIds
     while (from < ids->n) push_id(t, &all, ids->ids[from++]);
     tok_ids_free(ids);
     *ids = all;
-    return true;
+}
+
+static void find_pictures(const TokIds *ids, Picture *places, int n) {
+    for (int k = 0, i = 0; k < n; i = places[k].first + places[k].n, k++) {
+        while (i < (int)ids->n && ids->ids[i] >= 0) i++;
+        places[k].first = i;
+    }
 }
 
 // ==== [3] Rows =======================================================================================================
@@ -192,7 +222,6 @@ static void row_cache_free(RowCache *c) {
     *c = (RowCache){ 0 };
 }
 
-// Adds rows, pinned; drops the oldest ones that no prompt uses, if there are too many.
 static void row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes) {
     for (int i = 0; i < c->n; )
         if (!c->of[i].pins && c->bytes + bytes > ROW_CACHE_BYTES) row_cache_drop(c, i);
@@ -206,26 +235,39 @@ static void row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes)
     c->bytes += bytes;
 }
 
-static const float *row_cache_pin(RowCache *c, uint64_t hash) {      // NULL: they are not there
-    for (int i = 0; i < c->n; i++)
-        if (c->of[i].hash == hash) return c->of[i].pins++, c->of[i].rows;
-    return NULL;
+static const float *row_cache_pin(RowCache *c, uint64_t hash) {
+    int i = 0;
+    while (i < c->n && c->of[i].hash != hash) i++;
+    if (i == c->n) return NULL;
+    KnownRows rows = c->of[i];
+    rows.pins++;
+    memmove(&c->of[i], &c->of[i + 1], (size_t)(c->n - 1 - i) * sizeof *c->of);
+    c->of[c->n - 1] = rows;                            // the newest
+    return rows.rows;
 }
 
-// Decodes a picture and runs the tower. NULL: err says why it cannot.
-static float *compute_rows(Model *m, const PictureFile *f, char *err, size_t err_size) {
+static bool decode_with(PictureFile *f, bool alone, char *err, size_t err_size) {
     Image image;
-    const int w = f->w, h = f->h;
-    if (!image_decode(f->file.s, f->file.n, &image, err, err_size)) return NULL;
-    uint8_t *rgb = alloc_or_die((size_t)w * (size_t)h * 3, 1);
-    float *rows = alloc_or_die((size_t)f->n * (size_t)m->config.dim, sizeof *rows);
-    image_resize(&image, w, h, rgb);
+    if (f->rgb) return true;
+    if (!image_decode(f->file.s, f->file.n, &image, err, err_size)) return false;
+    f->rgb = alloc_or_die((size_t)f->w * (size_t)f->h * 3, 1);
+    image_resize(&image, f->w, f->h, alone, f->rgb);
     image_free(&image);
-    const int n = vision_rows(m->vision, rgb, w, h, rows);
-    free(rgb);
+    tok_text_free(&f->file);
+    return true;
+}
+
+static bool decode_picture(PictureFile *f, char *err, size_t err_size) { return decode_with(f, true, err, err_size); }
+
+static float *picture_rows(Model *m, PictureFile *f, char *err, size_t err_size) {
+    if (!decode_with(f, false, err, err_size)) return NULL;
+    float *rows = alloc_or_die((size_t)f->n * (size_t)m->config.dim, sizeof *rows);
+    const int n = vision_rows(m->vision, f->rgb, f->w, f->h, rows);
+    free(f->rgb);
+    f->rgb = NULL;
     if (n == f->n) return rows;
     if (n == STOPPED) snprintf(err, err_size, "cancelled");
-    else snprintf(err, err_size, "an image of %d x %d pixels: the tower has no positions for so many", w, h);
+    else snprintf(err, err_size, "an image of %d x %d pixels: the tower has no positions for so many", f->w, f->h);
     free(rows);
     return NULL;
 }
@@ -241,12 +283,12 @@ static bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptP
     Model *m = session_model(s);
     const int kept = session_keeps(s, ids->ids, (int)ids->n);
     for (int k = 0; k < p->n; k++) {
-        const PictureFile *f = &p->files[k];
+        PictureFile *f = &p->files[k];
         if (p->places[k].first < kept) continue;
         p->places[k].rows = row_cache_pin(c, f->hash);
         if (p->places[k].rows) continue;
         m->stop = stop;
-        float *rows = compute_rows(m, f, err, err_size);
+        float *rows = picture_rows(m, f, err, err_size);
         m->stop = NULL;
         if (!rows) return false;
         row_cache_add(c, f->hash, rows, (size_t)f->n * (size_t)m->config.dim * sizeof *rows);

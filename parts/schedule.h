@@ -6,8 +6,8 @@
  *
  * THREADS  The main thread is the engine: only it touches the model and the sessions, and changes slots. Another
  *          thread writes files of sessions (store.h, which has its own lock).
- *          Server.lock guards the queue, the counters, the peers, the remembered calls and items, Slot.job if others
- *          than the engine read it, and the answer and the ids of every queued job. */
+ *          Server.lock guards the queue, the counters, the peers, the remembered calls and items, the rows of pictures,
+ *          Slot.job if others than the engine read it, and the answer and the ids of every queued job. */
 #ifndef SCHEDULE_H
 #define SCHEDULE_H
 
@@ -87,6 +87,10 @@ typedef struct Job {
     bool          by_ids;     // the client gave the prompt as token ids: they are run as they are
     TokIds        original;   // a prompt that is compressed: the ids that the client sent, up to the checkpoint
     int           n_original, n_known;           // all of them, 0: not compressed; ids that an earlier prompt had
+    PromptPictures pictures;           // of the lead, for all its jobs: see [5]
+    size_t        picture_bytes;       // what they take at most
+    Picture      *places;              // (pictures.n of the lead) in this job's ids; NULL before its session begins
+    RowCache     *rows;                // that has the rows
     double        score_seconds;                 // what compressing it took
     int           n_top;      // most probable tokens to report with each token; -1: no probabilities
     bool          ranked;     // logprob_sum is needed
@@ -134,6 +138,7 @@ typedef struct {
 typedef struct {              // since the start
     uint64_t jobs, refused, cancelled, prompt_tokens, cached_tokens, made, http[6];     // http: by hundreds of status
     uint64_t left_out;        // tokens of compressed prompts
+    uint64_t pictures;        // that went through the tower
     uint64_t steps, drafted, accepted;
     double   prompt_seconds, decode_seconds, joules;
 } Totals;
@@ -182,6 +187,8 @@ typedef struct {
     Replay         *replays;           // (REPLAYS) the last calls
     int             n_replays;         // since the start
     Recent          items, responses;  // of /v1/responses, by their ids
+    RowCache        rows;              // of pictures: clients send all of a conversation again in each turn
+    bool            sees;              // an image tower is loaded
     uint64_t        unknown[128];      // hashes of unknown fields of requests that the log has named
     int             n_unknown;
     bool            draining;
@@ -222,13 +229,13 @@ static void drop_grammar(Job *job) {
 static size_t job_bytes(const Job *job) {
     return sizeof *job + (job->ids.cap + job->said.cap + job->original.cap) * sizeof(int32_t) + job->content.cap +
            job->thought.cap + (size_t)job->n_calls * sizeof *job->calls + (size_t)job->n_pieces * sizeof *job->pieces +
-           (size_t)job->room_likely * sizeof *job->likely +
+           (size_t)job->room_likely * sizeof *job->likely + job->picture_bytes +
            (job->options.grammar ? grammar_memory(job->options.grammar) : 0);
 }
 
 static bool job_count(Job *job) { return budget_set(job->budget, FOR_ANSWERS, &job->held, job_bytes(job)); }
 
-static void job_free(Job *job) {
+static void job_free(Job *job) {                       // the caller holds the lock
     for (int i = 0; i < job->n_calls; i++) {
         tok_text_free(&job->calls[i].name);
         tok_text_free(&job->calls[i].arguments);
@@ -237,6 +244,8 @@ static void job_free(Job *job) {
     for (int i = 0; i < stops->n && job->lead == job; i++) free((char *)(uintptr_t)stops->text[i]);
     if (job->lead == job) free(stops->text);
     if (job->lead == job) free(job->bias);
+    if (job->lead == job) pictures_release(job->rows, &job->pictures);
+    free(job->places);
     free(job->calls);
     free(job->pieces);
     free(job->likely);
@@ -424,8 +433,11 @@ static void take_held(Server *srv, const Session *s, Job *job) {
 // The session of the slot begins to answer its job.
 static void begin_answer(Server *srv, Slot *slot) {
     Job *job = slot->job;
+    const PromptPictures *pictures = &job->lead->pictures;
+    for (int k = 0; k < pictures->n; k++) job->places[k].rows = pictures->places[k].rows;
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at,
-                       .n_original = job->n_original, .score_seconds = job->score_seconds };
+                       .n_original = job->n_original, .score_seconds = job->score_seconds, .pictures = job->places,
+                       .n_pictures = pictures->n };
     const bool ok = !job->fault.status && session_start(slot->s, &p, &job->options);
     pthread_mutex_lock(&srv->lock);
     job->started = true;
@@ -446,7 +458,7 @@ static void begin_answer(Server *srv, Slot *slot) {
 // be compressed. The head of a prompt, <bos> and the system turn, is never compressed.
 
 static bool may_compress(const Server *srv, const Job *job) {
-    return srv->compressor.ratio > 0 && !job->by_ids && !job->scores;
+    return srv->compressor.ratio > 0 && !job->by_ids && !job->scores && !job->lead->pictures.n;
 }
 
 static int head_tokens(const Tokenizer *t, const TokIds *ids) {
@@ -460,7 +472,7 @@ static int head_tokens(const Tokenizer *t, const TokIds *ids) {
         memcpy(role + n, piece.s, piece.n);
         n += piece.n;
     }
-    if (strncmp(role, "system\n", 7)) return (int)first;
+    if (n < 7 || memcmp(role, "system\n", 7)) return (int)first;
     while (i < ids->n && ids->ids[i] != t->turn_close) i++;
     return (int)(i + (i < ids->n));
 }
@@ -534,6 +546,15 @@ static void compress_job(Server *srv, Session *s, Job *job) {
     keep_shortened(srv, job);
 }
 
+// Finds the pictures in the ids of a job, which are the last ones now.
+static void place_again(Job *job) {
+    const PromptPictures *p = &job->lead->pictures;
+    if (!p->n) return;
+    job->places = alloc_or_die((size_t)p->n, sizeof *job->places);
+    memcpy(job->places, p->places, (size_t)p->n * sizeof *job->places);
+    find_pictures(&job->ids, job->places, p->n);
+}
+
 static void start_job(Server *srv, Slot *slot, Job *job) {
     Session *s = slot->s;
     if (job->bias || slot->biased) session_set_bias(s, job->bias);
@@ -542,6 +563,7 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
     if (may_compress(srv, job)) compress_job(srv, s, job);
     if (!job->no_cache && !job->scores && !job->by_ids && !slot->by_ids) take_held(srv, s, job);
     slot->by_ids = job->by_ids;
+    place_again(job);
     pthread_mutex_lock(&srv->lock);
     share_energy(srv, job->score_seconds > 0 ? job : NULL);
     job->total = (int)job->ids.n;
@@ -550,7 +572,7 @@ static void start_job(Server *srv, Slot *slot, Job *job) {
     slot->job = job;
     srv->n_running++;
     pthread_mutex_unlock(&srv->lock);
-    if (!job->scores) begin_answer(srv, slot);
+    if (!job->scores && !job->places) begin_answer(srv, slot);
 }
 
 // Returns the pointer to the next job: the first one of a client with fewest jobs under way. The caller holds the lock.
@@ -608,7 +630,7 @@ static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
     for (int k = 1; k <= n_seqs; k++) {
         const int i = (after + k) % n_seqs;
         Slot *slot = &srv->slots[i];
-        if (!slot->job || is_scoring(slot)) continue;
+        if (!slot->job || !slot->job->started) continue;
         session_set_budget(slot->s, chunk, answers && !srv->by_rows ? srv->share.amount : INFINITY);
         const SessionState state = session_state(slot->s);
         const bool is_prompt = state.running && state.prompting;
@@ -710,6 +732,52 @@ static void run_scoring(Server *srv, Slot *slot, bool stop) {
     keep_to_budget(srv, slot);
     pthread_mutex_unlock(&srv->lock);
     if (ends || n == left) begin_answer(srv, slot);
+}
+
+// ---- pictures ----
+// A picture is decoded on the thread of its connection (exchange.h) and goes through the tower here, one in a round, so
+// that other answers wait for one picture at most. Its rows are kept for later prompts. Those that the session holds
+// need not be computed. When all rows are there, the answer begins.
+
+// The slot whose job has waited longest for the rows of its pictures; NULL: none waits.
+static Slot *next_seeing(Server *srv) {
+    Slot *best = NULL;
+    for (int i = 0; i < n_slots(srv); i++) {
+        Slot *slot = &srv->slots[i];
+        const bool sees = slot->job && !slot->job->started && slot->job->places;
+        if (sees && (!best || slot->job->queued < best->job->queued)) best = slot;
+    }
+    return best;
+}
+
+static const float *rows_of(Server *srv, PictureFile *f, char *err, size_t err_size) {
+    pthread_mutex_lock(&srv->lock);
+    const float *known = row_cache_pin(&srv->rows, f->hash);
+    pthread_mutex_unlock(&srv->lock);
+    if (known) return known;
+    float *rows = picture_rows(srv->m, f, err, err_size);
+    pthread_mutex_lock(&srv->lock);
+    srv->totals.pictures += rows != NULL;
+    if (rows) row_cache_add(&srv->rows, f->hash, rows, (size_t)f->n * (size_t)model_shape(srv->m).dim * sizeof *rows);
+    pthread_mutex_unlock(&srv->lock);
+    return rows;
+}
+
+// Gets the rows of the next picture of a job; after the last one, or if it has to stop, the answer begins.
+static void run_tower(Server *srv, Slot *slot, bool stop) {
+    Job *job = slot->job;
+    PromptPictures *p = &job->lead->pictures;
+    const int kept = session_keeps(slot->s, job->ids.ids, (int)job->ids.n);
+    char err[300];
+    int k = 0;
+    while (k < p->n && (p->places[k].rows || job->places[k].first < kept)) k++;
+    if (stop || job->gone) refuse(&job->fault, 503, "", "the answer did not begin in time");
+    if (k < p->n && !job->fault.status) {
+        const float *rows = rows_of(srv, &p->files[k], err, sizeof err);
+        p->places[k].rows = rows;
+        if (!rows) refuse(&job->fault, 400, "messages", "%s", err);
+    }
+    if (k >= p->n || job->fault.status) begin_answer(srv, slot);
 }
 
 // Remembers the tokens of the answer's last call. The caller holds the lock.
@@ -849,6 +917,9 @@ static void run_engine(Server *srv) {
             run_scoring(srv, &srv->slots[i], now >= give_up || now >= srv->slots[i].job->deadline);
             scored = true;
         }
+        Slot *seeing = next_seeing(srv);
+        if (seeing) run_tower(srv, seeing, now >= give_up || now >= seeing->job->deadline);
+        scored |= seeing != NULL;
         const int n = pick(srv, sessions, slots, &round);
         if (n) {
             const double start = seconds();

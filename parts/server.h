@@ -66,8 +66,9 @@ static void put_model(TokText *out, const Server *srv, bool anthropic) {
     const ModelSize size = model_size(srv->m);
     put(out, "{'id':%s,'object':'model','created':%z,'owned_by':'gemma4','max_model_len':%d,'meta':", srv->name,
         (size_t)srv->created, context_size(srv));
-    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_ctx_train':%d,'n_embd':%d,'n_params':%z,'size':%z}}", shape.vocab,
-        context_size(srv), shape.trained, shape.dim, (size_t)size.params, (size_t)size.bytes);
+    put(out, "{'n_vocab':%d,'n_ctx':%d,'n_ctx_train':%d,'n_embd':%d,'n_params':%z,'size':%z},"
+        "'modalities':{'vision':%b,'audio':false}}", shape.vocab, context_size(srv), shape.trained, shape.dim,
+        (size_t)size.params, (size_t)size.bytes, srv->sees);
 }
 
 // The list of models, which has one entry. A request that names a version of Anthropic's API gets that form.
@@ -106,8 +107,8 @@ static void route_props(Exchange *x) {
         (double)p->frequency, srv->o.think);
     put(&out, "{'model':%s,'model_alias':%s,'model_path':%s,'build_info':%s,'n_ctx':%d,'total_slots':%d,", srv->name,
         srv->name, model_path(srv->m), "gemma4 " VERSION, context_size(srv), n_slots(srv));
-    put(&out, "'modalities':{'vision':false,'audio':false},'bos_token':%t,'eos_token':%t,'template_variant':%s,"
-        "'chat_template':%t,", t->bos < 0 ? none : tok_piece(t, t->bos, true), t->eos < 0 ? none :
+    put(&out, "'modalities':{'vision':%b,'audio':false},'bos_token':%t,'eos_token':%t,'template_variant':%s,"
+        "'chat_template':%t,", srv->sees, t->bos < 0 ? none : tok_piece(t, t->bos, true), t->eos < 0 ? none :
         tok_piece(t, t->eos, true), t->large_variant ? "large" : "small", model_template(srv->m));
     put(&out, "'default_generation_settings':{'n_ctx':%d,%r,'params':{%r}}}", context_size(srv), text_of(&params),
         text_of(&params));
@@ -163,6 +164,7 @@ static void route_metrics(Exchange *x) {
     metric(&out, "generation_seconds_total", "counter", "Seconds from first to last token.", t.decode_seconds);
     metric(&out, "prompt_tokens_left_out_total", "counter", "Tokens that compressed prompts left out.",
            (double)t.left_out);
+    metric(&out, "images_total", "counter", "Images that the tower has computed.", (double)t.pictures);
     metric(&out, "steps_total", "counter", "Decoding steps of answers; a step that several share counts for each.",
            (double)t.steps);
     metric(&out, "draft_tokens_total", "counter", "Tokens drafted.", (double)t.drafted);
@@ -262,16 +264,22 @@ static void route_template(Exchange *x) {
     Begun begun = { 0 };
     if (!read_request(&r, &x->fault, text_of(&x->body), &x->srv->o) || !convert_tools(x, &r) || !read_messages(x, &r))
         return;
+    TokPictures at = { 0 };
+    PromptPictures pictures = { 0 };
     TokChat chat = { .messages = { r.messages.s, r.messages.n }, .think = r.think, .add_cue = r.continues ||
-                     !r.no_cue };
+                     !r.no_cue, .pictures = &at };
+    size_t n_more = 0;
     if (is_given(&r.tools)) chat.tools = (TokStr){ r.tools.s, r.tools.n };
     const bool ok = !r.continues || take_begun(&r, &x->fault, &begun, &chat);
-    if (ok && tok_chat(&x->t, &chat, &ids, &text) == 0) {
-        put(&out, "{'prompt':%t,'n_tokens':%z}", text_of(&text), ids.n);
+    if (ok && tok_chat(&x->t, &chat, &ids, &text) == 0 &&
+        read_pictures(x->srv->m, &x->t, &at, &pictures, &n_more, x->t.err, sizeof x->t.err)) {
+        put(&out, "{'prompt':%t,'n_tokens':%z}", text_of(&text), ids.n + n_more);
         respond_json(x, &out);
     } else if (ok) {
         refuse_text(x, strncmp(x->t.err, "tools", 5) ? "messages" : "tools", NULL, x->t.err);
     }
+    pictures_free(&pictures);
+    tok_pictures_free(&at);
     begun_free(&begun);
     tok_text_free(&text);
     tok_ids_free(&ids);
@@ -933,6 +941,7 @@ static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) {
     srv->m = m, srv->t = t;
     srv->o.sampling = o->sampling;
     srv->o.drafting = o->drafting;
+    srv->sees = tower_hash(m);
     open_compressor(srv, o);
     const int n_seqs = n_slots(srv);
     srv->slots = alloc_or_die((size_t)n_seqs, sizeof *srv->slots);
@@ -942,7 +951,8 @@ static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) {
     measure_pace(m, t, &o->drafting);
     for (int i = 0; i < n_seqs; i++) srv->slots[i].s = session_open(m, t, i);
     srv->joules = read_joules(m);
-    srv->chunk = o->chunk ? o->chunk : model_options(m)->n_batch;
+    srv->chunk = o->chunk ? o->chunk : n_seqs > 1 ? min_int(SMALL_BATCH, model_options(m)->n_batch)
+                                                  : model_options(m)->n_batch;       // larger steps are for images
     srv->by_rows = chunk_is_free(m, srv->chunk);
     srv->share = srv->by_rows ? share_of(min_int(SHARE_LEAST, srv->chunk), srv->chunk) : share_of(1, INFINITY);
     open_budget(srv);
@@ -972,6 +982,7 @@ static void serve(Server *srv, Model *m, Tokenizer *t, const ServeOptions *o) {
     free(srv->logits);
     recent_free(&srv->items);
     recent_free(&srv->responses);
+    row_cache_free(&srv->rows);
     for (int i = 0; i < REPLAYS; i++) tok_ids_free(&srv->replays[i].ids);
     free(srv->replays);
     fprintf(stderr, "# stopped: %" PRIu64 " requests answered, %" PRIu64 " tokens generated\n", srv->totals.jobs,

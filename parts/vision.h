@@ -48,7 +48,8 @@ typedef struct Vision {
     int      dim, n_layers, n_heads, head_dim, ffn_dim;        // embedder: dim alone
     int      side, patch;     // pixels of a patch's side; its values, side * side * 3
     float    eps;
-    int      max_tokens;      // soft rows of the largest picture
+    int      max_tokens;      // soft rows of the largest picture,
+    int      usual_tokens;    // and at most of one whose size is not asked for
     // weights
     VisionLayer *layer;                // (n_layers)
     Tensor   patch_embd;               // (dim, patch), columns in the order (y, x, channel)
@@ -307,7 +308,8 @@ static Vision *vision_open(Model *m, const char *file) {
     load_vision_config(v, m);
     check_vision_ops(m->ops, v->embedder);
     v->model = m;
-    v->max_tokens = m->options.image_tokens ? m->options.image_tokens : DEFAULT_IMAGE_TOKENS;
+    v->usual_tokens = m->options.image_tokens ? m->options.image_tokens : DEFAULT_IMAGE_TOKENS;
+    v->max_tokens = max_int(v->usual_tokens, m->options.image_most);
     v->binder.g = &v->gguf;
     v->binder.status = alloc_or_die(v->gguf.n_tensors, 1);
     v->binder.uploads = alloc_or_die(v->gguf.n_tensors + 1, sizeof *v->binder.uploads);
@@ -588,8 +590,8 @@ static void vision_embed_blocks(const Model *m, const float *patches) {
 
 // Computes the soft rows of a picture, (n, dim of the text model), on the host. rgb (h, w, 3): the resized picture, of
 // w x h pixels, multiples of 48. Returns n, one row for every 48 x 48 pixels, row by row; 0: the file has no positions
-// for so many patches (published files have enough); STOPPED: m->stop was set. Requires: n <= image_tokens of the
-// options, and no step is being recorded.
+// for so many patches (published files have enough); STOPPED: m->stop was set. Requires: n <= max_tokens, and no step
+// is being recorded.
 API int vision_rows(Vision *v, const uint8_t *rgb, int w, int h, float *rows) {
     const Model *m = v->model;
     const int n = w / EMBEDDER_SIDE * (h / EMBEDDER_SIDE);

@@ -32,7 +32,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     }
     NEED(image.w == w && image.h == h);
     uint8_t small[48 * 96 * 3];
-    image_resize(&image, 48, 96, small);
+    image_resize(&image, 48, 96, false, small);
     sink ^= small[sizeof small - 1];
     image_free(&image);
     return 0;

@@ -1,5 +1,5 @@
 /* fuzz_server.c - bodies of requests from clients. The first byte selects the endpoint and the call that the server
- * remembers; the rest is the body. A body becomes a prompt of valid ids, or is refused with status 400 and a reason of
+ * remembers; bit 4 of it, whether the model sees images. The rest is the body. It becomes a prompt of valid ids, or is refused with status 400 and a reason of
  * one line. Needs libmicrohttpd; without it this target does nothing. */
 #define TESTING
 #include "../gemma4.c"
@@ -11,12 +11,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) { return (void)byt
 static Tokenizer t;                     // the small vocabulary
 static Model m;
 static Server srv;
+static Vision tower = { .max_tokens = 1120, .usual_tokens = 70 };
 
 static void set_up(void) {
     make_built_in(&t);
     m.config.vocab = t.n_tokens;
     m.options.n_ctx = 1 << 20;
     m.options.n_seqs = 1;
+    m.tower_hash = 5;
+    t.image_open = t.n_tokens - 1;                     // this vocabulary lacks these
+    t.image_close = t.n_tokens - 2;
     srv = (Server){ .m = &m, .t = &t, .o = { .max_queue = 1, .timeout = 1, .n_predict = -1, .think_budget = -1 },
                     .ready = true, .lock = PTHREAD_MUTEX_INITIALIZER, .replays = alloc_or_die(REPLAYS, sizeof(Replay)) };
     NEED(grammar_vocab_init(&srv.vocab, &t));
@@ -42,18 +46,26 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     if (!t.n_tokens) set_up();
     if (!size) return 0;
     write_call(bytes[0] & 4);
+    srv.sees = bytes[0] & 16;
+    m.vision = srv.sees ? &tower : NULL;
     const Api *api = apis[(bytes[0] & 3) + (bytes[0] & 8 ? 4 : 0)];
     Request r;
     Exchange *x = alloc_or_die(1, sizeof *x);
     *x = (Exchange){ .srv = &srv, .t = t };
     append(&x->body, (const char *)bytes + 1, size - 1);
     NEED(add_choice(x));
-    if (read_question(x, api, &r) && add_answers(x, &r)) {
+    if (read_question(x, api, &r) && add_answers(x, &r) && decode_pictures(x)) {
         NEED(!x->fault.status && x->n_choices >= 1 && x->n_choices <= MAX_CHOICES);
         for (int k = 0; k < x->n_choices; k++) {
             const Job *job = x->choices[k].job;
             NEED(job->ids.n > 0 && job->checkpoint_at >= 0 && (size_t)job->checkpoint_at <= job->ids.n && job->n_top <= MAX_TOP);
-            for (size_t i = 0; i < job->ids.n; i++) NEED(job->ids.ids[i] >= 0 && job->ids.ids[i] < t.n_tokens);
+            const PromptPictures *p = &x->choices->job->pictures;
+            find_pictures(&job->ids, p->places, p->n);
+            for (size_t i = 0, at = 0; i < job->ids.n; i++) {
+                while (at < (size_t)p->n && i >= (size_t)(p->places[at].first + p->places[at].n)) at++;
+                const bool soft = at < (size_t)p->n && i >= (size_t)p->places[at].first;
+                NEED(job->ids.ids[i] < t.n_tokens && (soft ? job->ids.ids[i] < -1 : job->ids.ids[i] >= 0));
+            }
         }
     } else {
         NEED(x->fault.status == 400 && *x->fault.text && !strchr(x->fault.text, '\n'));

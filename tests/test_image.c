@@ -81,7 +81,7 @@ static void test_golden(void) {
             CHECK(fits && size.w == got_w && size.h == got_h, "%s %d x %d: %d x %d", name, w, h, size.w, size.h);
             for (int threads = 1; threads <= 2; threads++) {
                 use_threads(threads);
-                image_resize(&image, got_w, got_h, out);
+                image_resize(&image, got_w, got_h, false, out);
                 const unsigned got = crc32_of(out, 3 * (size_t)got_w * (size_t)got_h);
                 CHECK(got == resized, "%s %d x %d, %d threads: levels: expected CRC %08x, got %08x", name, w, h, threads,
                       resized, got);
@@ -94,7 +94,7 @@ static void test_golden(void) {
             const size_t count = 3 * (size_t)size.w * (size_t)size.h;
             uint8_t *out = malloc(count);
             float *patches = malloc(count * sizeof *patches);
-            image_resize(&image, size.w, size.h, out);
+            image_resize(&image, size.w, size.h, true, out);
             image_patches(out, size.w, size.h, side, patches);
             const unsigned got = crc32_of(patches, count * sizeof *patches);
             CHECK(got == crc, "patches of %s: expected CRC %08x, got %08x", name, crc, got);
@@ -150,7 +150,7 @@ static void test_resize(void) {                        // extreme shapes
         uint8_t *out = malloc(3 * (size_t)s[2] * (size_t)s[3]);
         int wrong = 0;
         for (size_t k = 0; k < 3 * (size_t)s[0] * (size_t)s[1]; k++) image.rgb[k] = (uint8_t)(100 + 50 * (k % 3));
-        image_resize(&image, s[2], s[3], out);
+        image_resize(&image, s[2], s[3], false, out);
         for (int k = 0; k < 3 * s[2] * s[3]; k++) wrong += out[k] != 100 + 50 * (k % 3);
         CHECK(wrong == 0, "one colour, %d x %d to %d x %d: %d levels are wrong", s[0], s[1], s[2], s[3], wrong);
         free(out);
@@ -158,7 +158,7 @@ static void test_resize(void) {                        // extreme shapes
     }
     Image image = picture("noise", 70, 50);            // the same size: the same bytes
     uint8_t *out = malloc(3 * 70 * 50);
-    image_resize(&image, 70, 50, out);
+    image_resize(&image, 70, 50, false, out);
     CHECK(!memcmp(out, image.rgb, 3 * 70 * 50), "a picture of the right size changes");
     free(out);
     image_free(&image);

@@ -244,7 +244,10 @@ static void test_ngrams(void) {
     Pace p = { .draft_share = 0 };
     s.options.kind = SPEC_AUTO;
     s.drafts = (Drafts){ .n = 4, .depth = 4, .source = SPEC_NGRAM };
-    for (int i = 0; i < 9; i++) speculator_learn(&s, &p, 4, 0);
+    for (int i = 0; i < 9; i++) {
+        add_step_time(&p, 1, 1);
+        speculator_learn(&s, &p, SPEC_OFF, &(StepDone){ .accepted = 4, .seconds = 1 });
+    }
     CHECK(s.budget[SPEC_NGRAM] == budget_max, "9 steps that save 4 each: a budget of %g steps, expected %g",
           s.budget[SPEC_NGRAM], budget_max);
     speculator_free(&s);

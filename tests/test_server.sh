@@ -605,7 +605,7 @@ same_prompt "/v1/messages: thoughts that are hidden or empty" "$hi,$(msg assista
 same_prompt "thoughts among the parts" "$hi,$(msg assistant Yes.),$and" $chat "\"messages\":[$hi,{\"role\":\"assistant\",\"content\":[
 {\"type\":\"thinking\",\"thinking\":\"Hm.\"},$(block Yes.)]},$and]"
 ok "with a warning" warned 'thoughts among the parts of a content: left out'
-refused "/v1/responses: an image to be answered now" 400 "input_image: expected text; images" /v1/responses \
+refused "/v1/responses: an image to be answered now" 400 "input_image: this model reads text only; start the server with --mmproj" /v1/responses \
     '{"input":[{"role":"user","content":[{"type":"input_text","text":"a"},{"type":"input_image","image_url":"x"}]}]}'
 refused "a file to be answered now, before instructions" 400 "file: expected text" $chat "{\"messages\":[$hi,$(msg assistant Yes.),
 {\"role\":\"user\",\"content\":[{\"type\":\"file\",\"file\":{\"file_id\":\"x\"}}]},$(msg developer d)]}"

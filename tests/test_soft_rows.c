@@ -429,7 +429,11 @@ static bool place(Model *m, Tokenizer *t, const TokText *messages, bool cue, Tok
     ids->n = 0;
     bool ok = tok_chat(t, &chat, ids, NULL) == 0;
     if (!ok) snprintf(err, 300, "%s", t->err);
-    ok = ok && place_pictures(m, t, &at, ids, before_cue, p, err, 300);
+    size_t n_more = 0;
+    const size_t n = ids->n;
+    ok = ok && read_pictures(m, t, &at, p, &n_more, err, 300);
+    if (ok) place_pictures(t, &at, ids, before_cue, p);
+    CHECK(!ok || ids->n == n + n_more, "%zu ids, pictures add %zu, then %zu", n, n_more, ids->n);
     tok_pictures_free(&at);
     return ok;
 }
@@ -448,7 +452,7 @@ static void refused_message(Model *m, Tokenizer *t, const char *message, const c
 // Two pictures between texts, one of which spells a marker.
 static void test_places(const char *path) {
     Model *m = open_model(path, cpu_ops(), options());
-    Vision tower = { .max_tokens = 70 };
+    Vision tower = { .max_tokens = 1120, .usual_tokens = 70 };
     Tokenizer t;
     TokText messages = { 0 };
     TokIds ids = { 0 }, part = { 0 };
