@@ -72,11 +72,7 @@ static inline double seconds(void) {
 static inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static inline int min_int(int a, int b) { return a < b ? a : b; }
 static inline int max_int(int a, int b) { return a > b ? a : b; }
-
-static inline const char *base_name(const char *path) {                // what follows the last slash
-    const char *slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
-}
+const char *base_name(const char *path);               // what follows the last slash
 
 // Reads a whole file of at most MAX_FILE bytes; path NULL: the rest of standard input. The caller frees the result.
 void *read_file(const char *path, size_t *size, const char *flag);
@@ -531,6 +527,11 @@ const char *amount(char out[32], double n, const char *unit) {
 int terminal_columns(int fd) {
     struct winsize w;
     return ioctl(fd, TIOCGWINSZ, &w) || !w.ws_col ? 80 : w.ws_col;
+}
+
+const char *base_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
 }
 
 bool obeys_escapes(int fd) {
