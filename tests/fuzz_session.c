@@ -94,7 +94,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     } else {
         NEED(m->len[0] <= FUZZ_CTX && s.held.n == (size_t)m->len[0] && m->s.len[0] == m->len[0] && (!s.n_snapshots || s.snapshots[0].n <= m->len[0]));
         NEED(m->n_written[0] >= m->len[0]);
-        for (size_t i = 0; i < s.held.n; i++) NEED(s.held.ids[i] >= 0 && s.held.ids[i] < m->config.vocab);
+        for (size_t i = 0; i < s.held.n; i++) NEED(s.held.ids[i] != -1 && s.held.ids[i] < m->config.vocab);
         for (size_t i = 0; i < note.pending.n; i++)
             NEED(note.pending.ids[i] >= 0 && note.pending.ids[i] < m->config.vocab);
         session_note_free(&note);
