@@ -316,7 +316,7 @@ static const Flag flags[] = {
       "tokens of the prompt; default 512; 0: none" },
     { "-n", "--n-gen", "N", FLAG_INT, SWEEP, FIELD(n_predict), 1, MAX_CONTEXT, "tokens to generate; default 128" },
     { "-md", "--model-draft --spec-draft-model", "FILE,..", FLAG_TEXT, SWEEP, FIELD(drafters), 0, 0,
-      "draft models; none among them: rows without one; default: none" },
+      "draft models; the word none adds rows without one; default: none" },
     { "--draft-max", "--draft --draft-n --spec-draft-n-max", "N,..", FLAG_TEXT, SWEEP, FIELD(draft_maxes), 0, 0,
       "draft tokens per step, with -md; default 4" },
     { "--tree", "--spec-tree", "N,..", FLAG_TEXT, SWEEP, FIELD(trees), 0, 0,

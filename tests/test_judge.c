@@ -93,10 +93,8 @@ static void test_programs(void) {
     CHECK(judge("", "open('own', 'w').write('x')", "assert open('own').read() == 'x'", "") == RIGHT, "a file of its own");
     setenv("OURS", "secret", 1);
     CHECK(judge("", "import os", "assert 'OURS' not in os.environ", "") == RIGHT, "nothing of our environment");
-    const sig_atomic_t now = 1;
-    const double start = seconds();
-    CHECK(judge_program(str(""), str("import time\ntime.sleep(25)"), str(""), "", &now) == WRONG && seconds() - start < 20,
-          "Ctrl-C ends it");
+    const sig_atomic_t now = 1;                        // without it the program would end well
+    CHECK(judge_program(str(""), str("import time\ntime.sleep(10)"), str(""), "", &now) == WRONG, "Ctrl-C ends it");
 }
 
 static void test_confinement(void) {
