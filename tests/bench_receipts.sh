@@ -7,12 +7,14 @@
 # The models have real dimensions and random weights, so drafts are accepted at random, at given rates. Contexts are really
 # filled: prompts are processed. Each call adds a line to runs.csv: part, date, card, driver, commit.
 # Environment: GEMMA4 (./gemma4), BUILD (build: where make_gguf is), MODELS (build/models: where it writes the models), OUT
-# (docs/receipts), LIMIT (480).
+# (docs/receipts), LIMIT (480), LLAMA (a folder with llama-bench, for the parts speed and speed-cpu: empty cells without it).
 cd "$(dirname "$0")/.." || exit 1
 gemma4=${GEMMA4:-./gemma4} build=${BUILD:-build} models=${MODELS:-build/models} out=${OUT:-docs/receipts} limit=${LIMIT:-480}
 
 parts() {
     cat <<'END'
+speed           26B, 31B, E4B, E2B: prompts of 512 and 4096, generation, beside llama.cpp
+speed-cpu       the same on the processor: prompts of 128 and 512
 26b-long        26B, q8_0, DFlash 4 and 8, 64K to 512K, in 24 GiB
 26b-1m          26B, tq3, DFlash 4, 1M, in 24 GiB
 31b-long        31B, tq3, MTP 2, 64K to 256K, in 24 GiB
@@ -20,6 +22,7 @@ draft-26b       26B, DFlash: six draft lengths, code and prose, at 4K
 draft-31b       31B, the same: 24 cells in all
 ladder          26B, eleven contexts from 1K to 1M, dense
 ladder-pflash   the same contexts with pFlash
+pflash-1m       26B, a prompt of 1M with pFlash, three times
 ablation        26B at 64K: one setting changed at a time
 small           E4B and E2B with MTP, 1 to 4 drafts
 compress        26B, a prompt of 131072 tokens: whole, compressed by its own layers, by E2B
@@ -76,11 +79,47 @@ drafts() {
     done
 }
 
+# rates COLUMN TEST..: from CSV of gemma4 bench or llama-bench, the column of each test, pN or nN, separated by commas.
+rates() {
+    awk -v column="$1" -v tests="$2" '
+    { n = split($0, cell, /,/); for (i = 1; i <= n; i++) gsub(/"/, "", cell[i]) }
+    NR == 1 { for (i = 1; i <= n; i++) at[cell[i]] = i; next }
+    { p = cell[at["n_prompt"]]; value[p > 0 ? "p" p : "n" cell[at["n_gen"]]] = sprintf("%.5g", cell[at[column]]) }
+    END { k = split(tests, test, " "); for (i = 1; i <= k; i++) printf "%s%s", (i > 1 ? "," : ""), value[test[i]] }'
+}
+
+# speed TABLE P1 P2 N THREADS FLAGS..: a row for each model: both prompts and generation, gemma4 and llama.cpp, with deviations.
+speed() {
+    csv=$out/$1.csv p1=$2 p2=$3 n=$4 threads=$5
+    shift 5
+    [ -s "$csv" ] || echo "model,pp$p1,pp$p2,tg$n,pp${p1}_sd,pp${p2}_sd,tg${n}_sd,llama_pp$p1,llama_pp$p2,llama_tg$n,llama_pp${p1}_sd,llama_pp${p2}_sd,llama_tg${n}_sd" >"$csv"
+    for size in 26b-a4b 31b e4b e2b; do
+        grep -q "^$size," "$csv" && continue
+        model $size-q4_k_m $size target q4_k_m
+        runs=3
+        [ "$size $threads" != "31b 16" ] || runs=1
+        within "$gemma4" bench "$file" -p "$p1,$p2" -n "$n" -r $runs -t "$threads" -o csv "$@" >"$out/speed.ours"
+        : >"$out/speed.theirs"
+        layers=99
+        case " $* " in *" cpu "*) layers=0 ;; esac
+        [ -z "$LLAMA" ] || LD_LIBRARY_PATH=$LLAMA:/usr/local/cuda/lib64 within "$LLAMA/llama-bench" -m "$file" -ngl $layers -fa 1 \
+            -ub 2048 -p "$p1,$p2" -n "$n" -r $runs -t "$threads" -o csv >"$out/speed.theirs" 2>/dev/null
+        row=$size
+        for of in ours theirs; do
+            for column in avg_ts stddev_ts; do row=$row,$(rates $column "p$p1 p$p2 n$n" <"$out/speed.$of"); done
+        done
+        echo "$row" >>"$csv"
+        rm "$out/speed.ours" "$out/speed.theirs"
+    done
+}
+
 # The CSV of a table in Markdown.
 csv_of() { sed -n '/^|[- :|]*$/d; s/^| *//p' | sed 's/,/;/g; s/ *| */,/g; s/,$//'; }
 
 run_part() {
     case $1 in
+    speed)     speed speed 512 4096 128 4 ;;
+    speed-cpu) speed speed-cpu 128 512 24 16 --backend cpu ;;
     26b-long)
         big
         sweep 26b-long --vram 24 -ctk q8_0 -d 65536,131072,262144,524288 -md none
@@ -106,6 +145,11 @@ run_part() {
     ladder-pflash)
         big
         sweep ladder -d 1024,2048,4096,8192,16384,32768,65536,131072,262144,524288,1048320 --pflash 0.1 --pflash-from 16384 ;;
+    pflash-1m)
+        big
+        [ -s "$out/pflash-1m.csv" ] && return
+        within "$gemma4" bench "$target" -p 1048320 -n 0 -r 3 --pflash 0.1 -o csv >"$out/pflash.part"
+        mv "$out/pflash.part" "$out/pflash-1m.csv" ;;
     ablation)
         big
         sweep ablation -d 65536 -ctk f16,q8_0,tq3
