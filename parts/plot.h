@@ -148,6 +148,7 @@ typedef struct {
     const Chart *chart;
     PlotPoint   *points;      // (n) by curve, then by x
     int          n, n_curves;
+    bool         any_force;   // rows of different forced acceptance are one curve
     char       **names;       // (n_curves) of the curves
     char         common[256]; // what all rows have in common
     FILE        *f;           // the picture
@@ -216,6 +217,10 @@ static bool is_merged(const Plot *p, const char *name, int col) {      // the co
     return varies && strstr(p->chart->merged, name);
 }
 
+static void drop_word(PlotWords *w, int k) {
+    memmove(w->word[k], w->word[k + 1], (size_t)(--w->n - k) * WORD_ROOM);
+}
+
 // The words that describe a row of a sweep: "q8_0", "draft 4", "tree=16".
 static void row_words(const Plot *p, int row, PlotWords *w) {
     static const struct { const char *column, *before; } columns[] = {
@@ -231,6 +236,7 @@ static void row_words(const Plot *p, int row, PlotWords *w) {
         if (!strcmp(name, "draft") && !strcmp(cell, "none")) cell = "no draft model";
         add_plot_words(w, columns[k].before, cell, !strcmp(name, "config"));
     }
+    for (int k = w->n - 1; k >= 0; k--) if (p->any_force && !strncmp(w->word[k], "force=", 6)) drop_word(w, k);
 }
 
 static void append_word(char *text, size_t room, const char *word) {
@@ -243,16 +249,31 @@ static int compare_points(const void *a, const void *b) {
     return p->curve != q->curve ? p->curve - q->curve : (p->x > q->x) - (p->x < q->x);
 }
 
+// Whether the rows are those of one curve, each with an acceptance of its own.
+static bool has_lone_forces(Plot *p) {
+    PlotWords first, words;
+    p->any_force = true;
+    row_words(p, p->points[0].row, &first);
+    for (int i = 1; i < p->n; i++) {
+        bool same = true;
+        row_words(p, p->points[i].row, &words);
+        for (int k = 0; k < words.n; k++) same = same && has_plot_word(&first, words.word[k]);
+        for (int j = 0; j < i; j++) same = same && fabs(p->points[i].x - p->points[j].x) > 0;
+        if (!same || words.n != first.n) return false;
+    }
+    return true;
+}
+
 // Assigns the points to curves, names these, and sorts the points. Dies if there are too many.
 static void name_curves(Plot *p) {
     PlotWords common, words;
     p->names = alloc_or_die(MOST_CURVES, sizeof *p->names);
+    p->any_force = p->chart->joined && has_lone_forces(p);
     row_words(p, p->points[0].row, &common);
     for (int i = 1; i < p->n; i++) {
         row_words(p, p->points[i].row, &words);
         for (int k = common.n - 1; k >= 0; k--)
-            if (!has_plot_word(&words, common.word[k]))
-                memmove(common.word[k], common.word[k + 1], (size_t)(--common.n - k) * WORD_ROOM);
+            if (!has_plot_word(&words, common.word[k])) drop_word(&common, k);
     }
     for (int k = 0; k < common.n; k++) append_word(p->common, sizeof p->common, common.word[k]);
     for (int i = 0; i < p->n; i++) {
@@ -276,7 +297,7 @@ static void name_curves(Plot *p) {
 // ==== [4] Axes =======================================================================================================
 
 enum { PIC_WIDTH = 600,       // pixels of the picture
-       PIC_LEFT = 64, PIC_RIGHT = 20, PIC_TOP = 58, PIC_HEIGHT = 280,  // around the data; of the data
+       PIC_LEFT = 64, PIC_RIGHT = 20, PIC_TOP = 66, PIC_HEIGHT = 280,  // around the data; of the data
        PIC_BELOW = 48,        // of the x axis with its texts
        PIC_LETTER = 7 };
 
@@ -335,7 +356,7 @@ static void fit_axes(const Plot *p, Axis *x, Axis *y) {
 
 // A number as axes show it: 0.25, 40, 1500; binary: of tokens, 64K, 1M.
 static const char *axis_text(char out[24], double v, bool binary) {
-    if (binary && v >= 1 << 20) snprintf(out, 24, "%.3gM", v / (1 << 20));
+    if (binary && v >= 0.99 * (1 << 20)) snprintf(out, 24, "%.3gM", v / (1 << 20));
     else if (binary && v >= 1 << 10) snprintf(out, 24, "%.3gK", v / (1 << 10));
     else snprintf(out, 24, "%.6g", v);
     return out;

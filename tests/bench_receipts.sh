@@ -16,17 +16,18 @@ parts() {
 speed           26B, 31B, E4B, E2B: prompts of 512 and 4096, generation, beside llama.cpp
 speed-cpu       the same on the processor: prompts of 128 and 512
 26b-long        26B, q8_0, DFlash 4 and 8, 64K to 512K, in 24 GiB
-26b-1m          26B, tq3, DFlash 4, 1M, in 24 GiB
+26b-1m          26B, tq3, 1M, in 24 GiB
+26b-1m-dflash   the same with DFlash 4
 31b-long        31B, tq3, MTP 2, 64K to 256K, in 24 GiB
-draft-26b       26B, DFlash: six draft lengths, code and prose, at 4K
-draft-31b       31B, the same: 24 cells in all
+draft-26b       26B, DFlash: 0 to 15 drafts at the acceptance of code and of prose, at 4K
+draft-31b       31B, the same
 ladder          26B, eleven contexts from 1K to 1M, dense
-ladder-pflash   the same contexts with pFlash
+ladder-pflash   the same contexts with pFlash, a tenth of the blocks
 pflash-1m       26B, a prompt of 1M with pFlash, three times
 ablation        26B at 64K: one setting changed at a time
 small           E4B and E2B with MTP, 1 to 4 drafts
 compress        26B, a prompt of 131072 tokens: whole, compressed by its own layers, by E2B
-server          26B, 1 to 16 sessions, without and with MTP
+server          26B, 1 to 16 sessions, without a draft model and with --spec auto (its MTP drafts are never right)
 trees           26B and 31B, DFlash: trees of 16 to 63 tokens
 END
 }
@@ -68,7 +69,7 @@ rate_of() {
         printf "%.3f", p }'
 }
 
-# drafts TABLE AL..: rows for 1, 3, 7, 15, 15 drafts after one without, at these tokens per step (two lists: code, prose).
+# drafts TABLE N:AL..: a row without drafts, then one for each number of drafts, at AL tokens per step.
 drafts() {
     table=$1
     shift
@@ -126,6 +127,9 @@ run_part() {
         sweep 26b-long --vram 24 -ctk q8_0 -d 65536,131072,262144,524288 -md "$dflash" --draft-max 4,8 --spec-force 0.7 ;;
     26b-1m)
         big
+        sweep 26b-long --vram 24 -ctk tq3 -d 1048000 ;;
+    26b-1m-dflash)
+        big
         sweep 26b-long --vram 24 -ctk tq3 -d 1048000 -md "$dflash" --draft-max 4 --spec-force 0.7 ;;
     31b-long)
         dense
@@ -133,27 +137,27 @@ run_part() {
         sweep 31b-long --vram 24 -ctk tq3 -d 65536,131072,261120 -md "$mtp" --draft-max 2 --spec-force 0.78 ;;
     draft-26b)                                         # tokens per step that were reported with published weights
         big
-        drafts draft-26b 1:1.90 3:2.61 7:3.88 15:5.22
-        drafts draft-26b 1:1.63 3:2.12 7:2.03 15:2.49 ;;
+        drafts draft-26b-code 1:1.90 3:2.61 7:3.88 15:5.22
+        drafts draft-26b-prose 1:1.63 3:2.12 7:2.03 15:2.49 ;;
     draft-31b)
         dense
-        drafts draft-31b 1:1.82 3:2.91 7:4.06 15:4.20
-        drafts draft-31b 1:1.87 3:3.05 7:4.41 15:5.12 ;;
+        drafts draft-31b-code 1:1.82 3:2.91 7:4.06 15:4.20
+        drafts draft-31b-prose 1:1.87 3:3.05 7:4.41 15:5.12 ;;
     ladder)
         big
         sweep ladder -d 1024,2048,4096,8192,16384,32768,65536,131072,262144,524288,1048320 ;;
     ladder-pflash)
         big
-        sweep ladder -d 1024,2048,4096,8192,16384,32768,65536,131072,262144,524288,1048320 --pflash 0.1 --pflash-from 16384 ;;
+        sweep ladder -d 1024,2048,4096,8192,16384,32768,65536,131072,262144,524288,1048320 --pflash-density 10 ;;
     pflash-1m)
         big
         [ -s "$out/pflash-1m.csv" ] && return
-        within "$gemma4" bench "$target" -p 1048320 -n 0 -r 3 --pflash 0.1 -o csv >"$out/pflash.part"
+        within "$gemma4" bench "$target" -p 1048320 -n 0 -r 3 --pflash-density 10 -o csv >"$out/pflash.part"
         mv "$out/pflash.part" "$out/pflash-1m.csv" ;;
     ablation)
         big
         sweep ablation -d 65536 -ctk f16,q8_0,tq3
-        sweep ablation -d 65536 -ctk q8_0 --pflash 0.1
+        sweep ablation -d 65536 -ctk q8_0 --pflash-density 10
         sweep ablation -d 65536 -ctk q8_0 -md "$dflash" --draft-max 4,7,15 --spec-force 0.7
         sweep ablation -d 65536 -ctk q8_0 -md "$dflash" --draft-max 7 --tree 16,32 --spec-force 0.7
         sweep ablation -d 65536 -ctk q8_0 -md "$mtp" --draft-max 2,4 --spec-force 0.78 ;;
@@ -169,20 +173,21 @@ run_part() {
         big
         model e2b-q4_k_m e2b target q4_k_m
         for how in whole own scorer; do
-            [ -s "$out/compress-$how.csv" ] && continue
+            grep -qs "^$how," "$out/compress.csv" && continue
             case $how in whole) set -- ;; own) set -- --compress 0.1 ;; scorer) set -- --compress 0.1 --scorer "$file" ;; esac
             within "$gemma4" niah "$target" -p 131072 -d 50 -r 2 -o csv "$@" >"$out/compress.part"
-            mv "$out/compress.part" "$out/compress-$how.csv"
+            [ -s "$out/compress.csv" ] || sed -n '1s/^/scores,/p' "$out/compress.part" >"$out/compress.csv"
+            sed -n "2s/^/$how,/p" "$out/compress.part" >>"$out/compress.csv"
+            rm "$out/compress.part"
         done ;;
     server)
         big
-        for how in plain mtp; do
-            [ -s "$out/server-$how.csv" ] && continue
-            case $how in plain) flags= ;; mtp) flags="-md $mtp --spec mtp --draft-max 2" ;; esac
-            within tests/bench_server.py "$target" --gemma4 "$gemma4" --flags "$flags" >"$out/server.part"
-            csv_of <"$out/server.part" >"$out/server-$how.csv"
-            rm "$out/server.part"
-        done ;;
+        [ -s "$out/server.csv" ] && return
+        within tests/bench_server.py "$target" --gemma4 "$gemma4" >"$out/server.plain"
+        within tests/bench_server.py "$target" --gemma4 "$gemma4" --flags "-md $mtp --spec auto" >"$out/server.auto"
+        for how in plain auto; do csv_of <"$out/server.$how" >"$out/server.$how.csv"; done
+        paste -d , "$out/server.plain.csv" "$out/server.auto.csv" | cut -d , -f 1,2,4 | sed '1s/.*/figure,plain,auto/' >"$out/server.csv"
+        rm "$out"/server.*.csv "$out/server.plain" "$out/server.auto" ;;
     trees)
         for of in big dense; do
             $of
