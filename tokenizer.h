@@ -158,8 +158,8 @@ size_t tok_stream_flush(TokStream *s, char *out, size_t cap);   // at the end: p
 int tok_add_message(TokText *messages, const char *role, TokStr content);
 int tok_add_result(TokText *messages, TokStr name, TokStr content);
 
-// Where a picture is in a prompt: ids[at] is <|image|>, in the place of a part of a content (a JSON object). The caller
-// replaces it by <|image>, what stands for the picture, and <image|>.
+// Where a picture is in a prompt: ids[at] is <|image|>, in the place of a part of a content (a JSON object); 0 if the
+// vocabulary has no such token. The caller replaces it by <|image>, what stands for the picture, and <image|>.
 typedef struct { size_t at; TokStr part; } TokPicture;
 typedef struct { TokPicture *of; size_t n, cap; } TokPictures;       // start with {0}; grows by realloc
 void tok_pictures_free(TokPictures *v);
@@ -1492,11 +1492,13 @@ static bool tok__next_part(Tok__Prompt *p, const Tok__Message *m, GgufJson *rest
     return !p->failed;
 }
 
-// Writes the placeholder of a part, and notes where an image stands.
+// Writes the placeholder of a part, and notes where an image stands. An image that the caller puts there needs no token
+// <|image|>: any id keeps its place.
 static void tok__put_placeholder(Tok__Prompt *p, const int32_t *placeholder, const GgufJson *part) {
-    TokPictures *v = p->c->pictures;
-    tok__put_tag(p, placeholder);
-    if (p->failed || !v || placeholder != &p->t->image) return;
+    TokPictures *v = placeholder == &p->t->image ? p->c->pictures : NULL;
+    if (v) tok__put_id(p, *placeholder < 0 ? 0 : *placeholder, "<|image|>");
+    else tok__put_tag(p, placeholder);
+    if (p->failed || !v) return;
     if (v->n == v->cap) {
         const size_t cap = v->cap ? 2 * v->cap : 8;
         TokPicture *of = realloc(v->of, cap * sizeof *of);

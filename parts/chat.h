@@ -101,8 +101,8 @@ static bool add_image(Chat *c, const char *path) {
     int w, h, n;
     const int err = load_bytes(path, &file);
     if (err) snprintf(why, sizeof why, "%s", strerror(err));
-    const bool ok = !err && picture_part(session_model(c->s), (TokStr){ file.s, file.n }, &c->images, &w, &h, &n, why,
-                                         sizeof why);
+    const bool ok = !err && picture_part(session_model(c->s), session_tokenizer(c->s), (TokStr){ file.s, file.n },
+                                         &c->images, &w, &h, &n, why, sizeof why);
     if (ok) fprintf(stderr, "# image: %s, %d x %d pixels, %d tokens\n", path, w, h, n);
     else snprintf(c->err, sizeof c->err, "%.200s: %s", path, why);
     tok_text_free(&file);

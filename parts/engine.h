@@ -343,7 +343,8 @@ typedef struct {              // rows of pictures that were computed, the newest
 
 // Appends ", " and the part of a message that is this picture, as in the OpenAI API; sets *w and *h to its size and *n
 // to its tokens. Returns false and writes one line to err if the file is no picture, or no tower is loaded.
-API bool picture_part(Model *m, TokStr file, TokText *parts, int *w, int *h, int *n, char *err, size_t err_size);
+API bool picture_part(Model *m, const Tokenizer *t, TokStr file, TokText *parts, int *w, int *h, int *n, char *err,
+                      size_t err_size);
 // What the rows of a picture depend on besides the picture; 0: no tower is loaded. Call it once before other threads
 // call read_pictures().
 API uint64_t tower_hash(Model *m);

@@ -96,12 +96,16 @@ static bool fit_picture(const Model *m, TokStr file, int most, int *w, int *h, I
     return false;
 }
 
-static bool picture_part(Model *m, TokStr file, TokText *parts, int *w, int *h, int *n, char *err, size_t err_size) {
+// The tokens <|image> and <image|> that a vocabulary has. Without them the rows of a picture stand alone.
+static int picture_markers(const Tokenizer *t) { return (t->image_open >= 0) + (t->image_close >= 0); }
+
+static bool picture_part(Model *m, const Tokenizer *t, TokStr file, TokText *parts, int *w, int *h, int *n, char *err,
+                         size_t err_size) {
     static const char begin[] = ",{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:image;base64,";
     ImageSize size;
     if (!has_tower(m, err, err_size)) return false;
     if (!fit_picture(m, file, m->vision->usual_tokens, w, h, &size, err, err_size)) return false;
-    *n = size.tokens + 2;                              // with <|image> and <image|>
+    *n = size.tokens + picture_markers(t);
     const bool ok = tok_text_append(parts, begin, sizeof begin - 1);
     encode_base64((const uint8_t *)file.s, file.n, parts);
     if (!ok || !tok_text_append(parts, "\"}}", 3)) die("out of memory for a picture");
@@ -156,10 +160,6 @@ static bool read_pictures(Model *m, const Tokenizer *t, const TokPictures *at, P
     *n_more = 0;
     if (!at->n) return true;
     if (!has_tower(m, err, err_size)) return false;
-    if (t->image_open < 0 || t->image_close < 0) {
-        snprintf(err, err_size, "images: the vocabulary has no tokens <|image> and <image|>");
-        return false;
-    }
     out->places = alloc_or_die(at->n, sizeof *out->places);
     out->files = alloc_or_die(at->n, sizeof *out->files);
     for (size_t k = 0; k < at->n; k++) {
@@ -168,7 +168,7 @@ static bool read_pictures(Model *m, const Tokenizer *t, const TokPictures *at, P
             pictures_free(out);
             return false;
         }
-        *n_more += (size_t)f->n + 1;                   // two markers, in place of one
+        *n_more += (size_t)(f->n + picture_markers(t)) - 1;            // in place of one
     }
     return true;
 }
@@ -180,11 +180,11 @@ static void place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, siz
     for (size_t k = 0; k < at->n; k++) {
         const PictureFile *f = &p->files[k];
         while (from < at->of[k].at) push_id(t, &all, ids->ids[from++]);
-        push_id(t, &all, t->image_open);
+        if (t->image_open >= 0) push_id(t, &all, t->image_open);
         p->places[k] = (Picture){ .first = (int)all.n, .n = f->n };
         for (int i = 0; i < f->n; i++) push_id(t, &all, picture_id(f->hash, i));
-        push_id(t, &all, t->image_close);
-        if (before_cue && at->of[k].at < cue) *before_cue += (size_t)f->n + 1;
+        if (t->image_close >= 0) push_id(t, &all, t->image_close);
+        if (before_cue && at->of[k].at < cue) *before_cue += (size_t)(f->n + picture_markers(t)) - 1;
         from++;                                        // the placeholder
     }
     while (from < ids->n) push_id(t, &all, ids->ids[from++]);

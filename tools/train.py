@@ -89,7 +89,7 @@ class Optimiser:
         self.torch, self.p, self.lr = torch, p, lr
         self.groups = {}
         for n, w in p.items():
-            if w.dim() > 1 and "token_embd" not in n and "ffn_gate_inp" not in n:
+            if w.dim() > 1 and not any(t in n for t in ("token_embd", "position_embd", "ffn_gate_inp")):
                 self.groups.setdefault(tuple(w.shape[-2:]), []).append(n)
         self.momentum = {n: torch.zeros_like(p[n]) for names in self.groups.values() for n in names}
         rest = [n for n in p if n not in self.momentum]
