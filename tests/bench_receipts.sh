@@ -29,6 +29,7 @@ small           E4B and E2B with MTP, 1 to 4 drafts
 compress        26B, a prompt of 131072 tokens: whole, compressed by its own layers, by E2B
 server          26B, 1 to 16 sessions, without a draft model and with --spec auto (its MTP drafts are never right)
 trees           26B and 31B, DFlash: trees of 16 to 63 tokens
+beside          the tables beside what was reported for an RTX 3090; measures nothing
 END
 }
 
@@ -67,6 +68,51 @@ rate_of() {
             if (sum < al - 1) low = p; else high = p
         }
         printf "%.3f", p }'
+}
+
+# Reported for an RTX 3090 and published weights (Lucebox): tokens per second, and per step. Then where ours is: table, cache,
+# context, drafts. Their draft lengths count the model's own token; only contexts of 4096 were filled.
+reported() {
+    cat <<'END'
+26B code 56.7 1.00 draft-26b-code q8_0 4096 0
+26B code 95.5 1.90 draft-26b-code q8_0 4096 1
+26B code 118.3 2.61 draft-26b-code q8_0 4096 3
+26B code 131.8 3.88 draft-26b-code q8_0 4096 7
+26B code 132.1 5.22 draft-26b-code q8_0 4096 15
+26B prose 58.0 1.00 draft-26b-prose q8_0 4096 0
+26B prose 82.1 1.63 draft-26b-prose q8_0 4096 1
+26B prose 94.6 2.12 draft-26b-prose q8_0 4096 3
+26B prose 68.9 2.03 draft-26b-prose q8_0 4096 7
+26B prose 61.9 2.49 draft-26b-prose q8_0 4096 15
+31B code 30.4 1.00 draft-31b-code q8_0 4096 0
+31B code 46.5 1.82 draft-31b-code q8_0 4096 1
+31B code 55.7 2.91 draft-31b-code q8_0 4096 3
+31B code 47.9 4.06 draft-31b-code q8_0 4096 7
+31B code 68.0 4.20 draft-31b-code q8_0 4096 15
+31B prose 30.8 1.00 draft-31b-prose q8_0 4096 0
+31B prose 47.5 1.87 draft-31b-prose q8_0 4096 1
+31B prose 58.5 3.05 draft-31b-prose q8_0 4096 3
+31B prose 52.3 4.41 draft-31b-prose q8_0 4096 7
+31B prose 81.7 5.12 draft-31b-prose q8_0 4096 15
+26B DFlash 67.0 - 26b-long q8_0 131072 4
+26B DFlash 63.8 - 26b-long q8_0 262144 4
+26B DFlash 62.4 - 26b-long q8_0 524288 4
+26B DFlash 26 - 26b-long tq3 1048000 4
+31B MTP 6.26 1.00 31b-long tq3 65536 0
+31B MTP 10.07 - 31b-long tq3 65536 2
+31B MTP 10.18 - 31b-long tq3 131072 2
+END
+}
+
+# beside: writes beside.csv, a row for each that was reported. Cells are empty where ours was not measured.
+beside() {
+    echo model,what,cache,ctx,drafts,reported_al,reported_tps,al,decode_tps
+    reported | while read -r model what tps al table cache ctx drafts; do
+        echo "$model,$what,$cache,$ctx,$drafts,${al#-},$tps,$(awk -F, -v cache="$cache" -v ctx="$ctx" -v drafts="$drafts" '
+            NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
+            $at["kv_k"] == cache && $at["ctx"] == ctx && $at["dm"] + 0 == drafts { print $at["al"] "," $at["decode_tps"]; found = 1; exit }
+            END { if (!found) print "," }' "$out/$table.csv" 2>/dev/null || echo ,)"
+    done
 }
 
 # drafts TABLE N:AL..: a row without drafts, then one for each number of drafts, at AL tokens per step.
@@ -194,6 +240,7 @@ run_part() {
             table=trees-$([ $of = big ] && echo 26b || echo 31b)
             sweep "$table" -ctk q8_0 -d 4096,65536 -md "$dflash" --draft-max 15 --tree 0,16,32,48,63 --spec-force 0.8
         done ;;
+    beside) beside >"$out/beside.csv" ;;
     *)  echo "bench_receipts.sh: expected one of the parts that it lists, got '$1'" >&2
         exit 1 ;;
     esac
@@ -209,5 +256,5 @@ for part in "$@"; do
     status=$?
     [ $status -eq 124 ] && echo "$part: not finished after $limit s; the same call continues it" >&2
     [ $status -eq 0 ] || [ $status -eq 124 ] || exit $status
-    echo "$part,$(date -u +%Y-%m-%dT%H:%M:%SZ),${card:-none,none},$("$gemma4" --version | sed 's/.*(commit \([^,]*\),.*/\1/')" >>"$out/runs.csv"
+    [ "$part" = beside ] || echo "$part,$(date -u +%Y-%m-%dT%H:%M:%SZ),${card:-none,none},$("$gemma4" --version | sed 's/.*(commit \([^,]*\),.*/\1/')" >>"$out/runs.csv"
 done
