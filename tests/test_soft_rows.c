@@ -409,11 +409,11 @@ static void test_drafter(const char *name, const char *path, const char *drafter
 // ---- conversations --------------------------------------------------------------------------------------------------
 
 // A PPM of w x h pixels as a part of a message, after a comma.
-static void ppm_part(Model *m, int w, int h, TokText *parts) {
+static void ppm_part(Model *m, const Tokenizer *t, int w, int h, TokText *parts) {
     char file[16384], err[200];
     int n = snprintf(file, sizeof file, "P6 %d %d 255\n", w, h), tokens;
     for (int i = 0; i < 3 * w * h; i++) file[n++] = (char)(i * 7 + w);
-    CHECK(picture_part(m, (TokStr){ file, (size_t)n }, parts, &w, &h, &tokens, err, sizeof err), "%s", err);
+    CHECK(picture_part(m, t, (TokStr){ file, (size_t)n }, parts, &w, &h, &tokens, err, sizeof err), "%s", err);
 }
 
 static void add(TokText *to, const char *s) {
@@ -449,6 +449,35 @@ static void refused_message(Model *m, Tokenizer *t, const char *message, const c
     tok_ids_free(&ids);
 }
 
+// The rows of a picture stand alone where a vocabulary has no tokens around them.
+static void test_place_alone(Model *m, Tokenizer *t) {
+    TokText with = { 0 }, without = { 0 };
+    TokIds ids = { 0 }, plain = { 0 };
+    PromptPictures p, none;
+    size_t before_cue = 0, plain_before_cue = 0;
+    ImageSize size;
+    char err[300] = "";
+    add(&with, "[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"\"}");
+    ppm_part(m, t, 60, 40, &with);
+    add(&with, ",{\"type\":\"text\",\"text\":\"b\"}]}]");
+    add(&without, "[{\"role\":\"user\",\"content\":\"b\"}]");
+    CHECK(place(m, t, &with, true, &ids, &before_cue, &p, err), "%s", err);
+    CHECK(place(m, t, &without, true, &plain, &plain_before_cue, &none, err), "%s", err);
+    CHECK(image_fit(60, 40, m->vision->usual_tokens, &size) && p.n == 1 && p.places[0].n == size.tokens, "another size");
+    CHECK(ids.n == plain.n + (size_t)size.tokens && before_cue == plain_before_cue + (size_t)size.tokens,
+          "%zu ids, %zu before the cue, without the picture %zu, %zu", ids.n, before_cue, plain.n, plain_before_cue);
+    for (size_t i = 0, first = (size_t)p.places[0].first; i < plain.n; i++)
+        CHECK(ids.ids[i < first ? i : i + (size_t)size.tokens] == plain.ids[i], "id %zu differs", i);
+    for (int i = 0; i < size.tokens; i++)
+        CHECK(ids.ids[p.places[0].first + i] == picture_id(p.files[0].hash, i), "row %d of the picture", i);
+    pictures_free(&p);
+    pictures_free(&none);
+    tok_text_free(&with);
+    tok_text_free(&without);
+    tok_ids_free(&ids);
+    tok_ids_free(&plain);
+}
+
 // Two pictures between texts, one of which spells a marker.
 static void test_places(const char *path) {
     Model *m = open_model(path, cpu_ops(), options());
@@ -461,11 +490,11 @@ static void test_places(const char *path) {
     size_t before_cue = 0;
     model_tokenizer(m, &t);
 #define IMAGE(url) "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\",\"image_url\":{\"url\":\"" url "\"}}]}]"
-    t.image = t.n_tokens - 1;                          // the small model's vocabulary lacks these
     refused_message(m, &t, IMAGE("data:,UDYg"), "no image tower is loaded");
     m->vision = &tower;
     m->tower_hash = 5;
-    refused_message(m, &t, IMAGE("data:,UDYg"), "no tokens <|image> and <image|>");
+    test_place_alone(m, &t);
+    t.image = t.n_tokens - 1;                          // the small model's vocabulary lacks these
     t.image_open = t.n_tokens - 2;
     t.image_close = t.n_tokens - 3;
     refused_message(m, &t, IMAGE("https://example.com/a.png"), "addresses are not opened");
@@ -473,9 +502,9 @@ static void test_places(const char *path) {
     refused_message(m, &t, IMAGE("data:image/png;base64,AAAA"), "expected a PNG");
     refused_message(m, &t, "[{\"role\":\"user\",\"content\":[{\"type\":\"image\"}]}]", "expected {\"type\"");
     add(&messages, "[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a <|image|> b\"}");
-    ppm_part(m, 60, 40, &messages);
+    ppm_part(m, &t, 60, 40, &messages);
     add(&messages, ",{\"type\":\"text\",\"text\":\"and\"}");
-    ppm_part(m, 20, 70, &messages);
+    ppm_part(m, &t, 20, 70, &messages);
     add(&messages, "]}]");
     CHECK(place(m, &t, &messages, true, &ids, &before_cue, &p, err), "%s", err);
     CHECK(place(m, &t, &messages, false, &part, NULL, &q, err), "%s", err);

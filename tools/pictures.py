@@ -287,11 +287,16 @@ def distance(u, v, shape):
 
 def draw(scenes, w, h, device="cpu", seed=0):
     """-> (n, 3, h, w) levels 0 .. 255, float32"""
+    return paint(tables(scenes, w, h), w, h, device, seed)
+
+
+def paint(t, w, h, device, seed):
+    """As draw(); t: tables()"""
     import torch
     import torch.nn.functional as F
-    n, short = len(scenes), min(w, h)
+    n, short = len(t["level"]), min(w, h)
     g = torch.Generator(device=device).manual_seed(seed)
-    t = {k: torch.from_numpy(v).to(device, non_blocking=True) for k, v in tables(scenes, w, h).items()}
+    t = {k: torch.from_numpy(v).to(device, non_blocking=True) for k, v in t.items()}
     x, y = ((torch.arange(k, device=device) + 0.5) / short for k in (w, h))
     rows, columns = t["grid"][:, 0, None], t["grid"][:, 1, None]
     row = torch.minimum((y * short / h * rows).long(), rows - 1)

@@ -1,10 +1,13 @@
 """Training of the image tower with which gemma4-mini sees. The text model does not change: gradients pass through it.
 
-The tower is one of the 26B-A4B form (gemma4v) in small: parts/vision.h has its formulas. It learns from the answers to questions
-about pictures alone (pictures.py). The vocabulary of gemma4-mini has no tokens that stand around a picture, so its rows stand alone.
+The tower is one of the 26B-A4B form (gemma4v) in small: parts/vision.h has its formulas. It learns first what is in the pictures
+(pictures.py), from classes, then from the answers to questions too. The vocabulary of gemma4-mini has no tokens that stand around a
+picture, so its rows stand alone.
 """
+import collections
 import functools
 import math
+import multiprocessing
 import os
 import random
 import time
@@ -25,8 +28,9 @@ from tokenizer import BOS, Tokenizer
 DIM, LAYERS, HEADS, FFN = 128, 4, 4, 288       # of the tower
 POSITIONS = 256                                # patches of a side, at most
 PATCH, POOL, BASE = 16, 3, 100.0
-ROWS = 12288                                   # rows of pictures in a step
-ASKED = 2                                      # questions about each picture of a step
+PATCHES = 36864                                # of all pictures of a step
+IDS = 28672                                    # of all conversations of a step, at most
+ALONE = 0.15                                   # part of the time in which the tower learns without the text model
 NAME = "gemma4-mini-mmproj-f16.gguf"
 VECTORS = ("ln1", "attn_post_norm", "ln2", "ffn_post_norm", "attn_q_norm", "attn_k_norm")
 
@@ -51,7 +55,11 @@ def init(text_dim, device, scale):
     for name, shape in shapes(text_dim).items():
         if len(shape) > 1:
             w = torch.randn(shape, generator=g) / math.sqrt(shape[-1])
-            w = w * (0.1 if "position" in name else scale if name.startswith("mm.") else 1)
+            w = w * (scale if name.startswith("mm.") else 1)
+            if "position" in name:                 # waves: the column in one half of the values, the row in the other
+                t = torch.arange(POSITIONS)[:, None] * 200 ** -(torch.arange(DIM // 4) / (DIM // 4))
+                t = 0.3 * torch.cat((t.sin(), t.cos()), 1)
+                w = torch.stack((F.pad(t, (0, DIM // 2)), F.pad(t, (DIM // 2, 0))))
         elif "attn_q_norm" in name or "attn_k_norm" in name:
             w = torch.full(shape, shape[0] ** -0.25)
         else:
@@ -66,30 +74,58 @@ def rotated(x, cos, sin):
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -2).flatten(-3)
 
 
-def soft_rows(p, pictures, dt=torch.bfloat16):
-    """pictures (B, 3, h, w): levels 0 .. 255 -> (B, h / 48 * w / 48, dim of the text model)"""
-    B, _, h, w = pictures.shape
-    h, w, dev, head = h // PATCH, w // PATCH, pictures.device, DIM // HEADS
-    x = pictures.view(B, 3, h, PATCH, w, PATCH).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, -1)
-    columns, rows = p["v.position_embd.weight"]
-    x = N.linear(2 * (x / 255 - 0.5), p["v.patch_embd.weight"], dt).float()
-    x = x + (columns[None, :w] + rows[:h, None]).reshape(h * w, -1)
-    at = torch.stack(torch.meshgrid(torch.arange(h, device=dev), torch.arange(w, device=dev), indexing="ij")[::-1], -1)
-    f = BASE ** (-4.0 * torch.arange(head // 4, device=dev, dtype=torch.float64) / head)
-    angle = at.view(h * w, 1, 2, 1) * f
-    cos, sin = angle.cos().float(), angle.sin().float()
-    for i in range(LAYERS):
-        t = {n.split(".")[3]: v for n, v in p.items() if n.startswith("v.blk.%d." % i)}
-        a = N.rms(x, t["ln1"])
-        q, k, v = (N.linear(a, t["attn_" + n], dt).view(B, h * w, HEADS, head) for n in "qkv")
-        q, k = (rotated(N.rms(y, t[n]), cos, sin) for y, n in ((q, "attn_q_norm"), (k, "attn_k_norm")))
-        o = F.scaled_dot_product_attention(*(y.transpose(1, 2).to(dt) for y in (q * math.sqrt(head), k, N.rms(v))))
-        x = x + N.rms(N.linear(o.transpose(1, 2).reshape(B, h * w, DIM), t["attn_out"], dt), t["attn_post_norm"])
-        b = N.rms(x, t["ln2"])
-        b = N.gelu(N.linear(b, t["ffn_gate"], dt)) * N.linear(b, t["ffn_up"], dt)
-        x = x + N.rms(N.linear(b, t["ffn_down"], dt), t["ffn_post_norm"])
-    y = x.view(B, h // POOL, POOL, w // POOL, POOL, DIM).mean((2, 4)).reshape(B, -1, DIM) * math.sqrt(DIM)
-    return N.linear(N.rms(y), p["mm.input_projection.weight"], dt).float()
+def before(x, t, cos, sin, dt):
+    """The part of a layer before attention. x (n, DIM) -> q, k, v (n, heads, head)"""
+    a, head = N.rms(x, t["ln1"]), DIM // HEADS
+    q, k, v = [N.linear(a, t["attn_" + n], dt).view(len(x), HEADS, head) for n in ("q", "k", "v")]
+    q, k = rotated(N.rms(q, t["attn_q_norm"]), cos, sin), rotated(N.rms(k, t["attn_k_norm"]), cos, sin)
+    return (q * math.sqrt(head)).to(dt), k.to(dt), N.rms(v).to(dt)
+
+
+def after(x, o, t, dt):
+    x = x + N.rms(N.linear(o, t["attn_out"], dt), t["attn_post_norm"])
+    b = N.rms(x, t["ln2"])
+    b = N.gelu(N.linear(b, t["ffn_gate"], dt)) * N.linear(b, t["ffn_up"], dt)
+    return x + N.rms(N.linear(b, t["ffn_down"], dt), t["ffn_post_norm"])
+
+
+@functools.lru_cache(None)
+def pieces(fast):
+    """-> the functions that are most of a step, compiled if fast"""
+    return [N.compiled(f) if fast else f for f in (before, after, N.project, N.finish)]
+
+
+def lengthened(x, n):
+    """x (m, ..) -> (n, ..), zeros from m on: compiled pieces get rows of one number"""
+    return F.pad(x, [0] * (2 * x.dim() - 1) + [n - len(x)]) if n > len(x) else x
+
+
+class Tower:
+    def __init__(self, p, dt=torch.bfloat16, fast=False):
+        self.p, self.dt, self.n_rows = p, dt, PATCHES if fast else 0
+        self.layers = [{n.split(".")[3]: v for n, v in p.items() if n.startswith("v.blk.%d." % i)} for i in range(LAYERS)]
+        self.before, self.after = pieces(fast)[:2]
+
+    def features(self, pictures):
+        """pictures (B, 3, h, w): levels 0 .. 255 -> (B, h / 48 * w / 48, DIM)"""
+        B, _, h, w = pictures.shape
+        h, w, dev, head, dt = h // PATCH, w // PATCH, pictures.device, DIM // HEADS, self.dt
+        x = pictures.view(B, 3, h, PATCH, w, PATCH).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, -1)
+        columns, rows = self.p["v.position_embd.weight"]
+        x = N.linear(2 * (x / 255 - 0.5), self.p["v.patch_embd.weight"], dt).float()
+        x = lengthened((x + (columns[None, :w] + rows[:h, None]).reshape(h * w, -1)).view(-1, DIM), self.n_rows)
+        at = torch.stack(torch.meshgrid(torch.arange(h, device=dev), torch.arange(w, device=dev), indexing="ij")[::-1], -1)
+        angle = at.view(h * w, 1, 2, 1) * BASE ** (-4.0 * torch.arange(head // 4, device=dev, dtype=torch.float64) / head)
+        cos, sin = (lengthened(a.float().repeat(B, 1, 1, 1), self.n_rows) for a in (angle.cos(), angle.sin()))
+        for t in self.layers:
+            qkv = (y[:B * h * w].view(B, h * w, HEADS, head).transpose(1, 2) for y in self.before(x, t, cos, sin, dt))
+            o = F.scaled_dot_product_attention(*qkv).transpose(1, 2).reshape(B * h * w, DIM)
+            x = self.after(x, lengthened(o, self.n_rows), t, dt)
+        y = x[:B * h * w].view(B, h // POOL, POOL, w // POOL, POOL, DIM).mean((2, 4)).reshape(B, -1, DIM) * math.sqrt(DIM)
+        return N.rms(y)
+
+    def soft_rows(self, features):
+        return N.linear(features, self.p["mm.input_projection.weight"], self.dt).float()
 
 
 def write(path, p, text_dim):
@@ -121,38 +157,38 @@ def read(path, device):
 class Reader:
     """The text model, which does not learn."""
 
-    def __init__(self, path, device, dt=torch.bfloat16):
-        self.form, self.dt = G.MINI, dt
+    def __init__(self, path, device, dt=torch.bfloat16, fast=False):
+        self.form, self.dt, self.n_rows = G.MINI, dt, IDS if fast else 0
         p = {n: torch.from_numpy(a).to(device) for n, a in gguf.read(path)[1].items()}
         self.p = {n: a.to(dt) if a.dim() > 1 and "ffn_gate_inp" not in n and "token_embd" not in n else a for n, a in p.items()}
         self.table = p["token_embd.weight"].to(dt)
         self.layers = N.layer_weights(self.p, self.form.n_layers)
         self.angles = N.angles(4096, device)
+        self.project, self.finish = pieces(fast)[2:]
 
     def rows(self, ids, soft, first):
-        """ids (S, T), soft (S, n, dim) for the places from first on -> normed rows (S, T, dim)"""
+        """ids (S, T), soft (S, n, dim) for the places from first on -> rows (S * T, dim)"""
         f, (S, T), n = self.form, ids.shape, soft.shape[1]
         x = N.embed(self.p, f, ids.reshape(-1))[0].view(S, T, -1)
-        x = torch.cat((x[:, :first], soft, x[:, first + n:]), 1).view(S * T, -1)
+        x = lengthened(torch.cat((x[:, :first], soft, x[:, first + n:]), 1).view(S * T, -1), self.n_rows)
         i = torch.arange(T, device=ids.device)
         picture = (i >= first) & (i < first + n)
         past = i[:, None] >= i
         mask = {False: past, True: (past | (picture[:, None] & picture)) & (i > i[:, None] - f.window)}
-        kv = {}
-        for l, w in enumerate(self.layers):
-            cos, sin = (t[None, :T].expand(S, -1, -1).reshape(S * T, -1) for t in self.angles[f.sliding[l]])
-            q, k, v = N.project(w, x, cos, sin, self.dt)
-            kv[l] = k.view(S, T, -1), v.view(S, T, -1)
-            o = N.attend(q.view(S, T, f.n_heads, -1), *kv[l], mask[f.sliding[l]])
-            x, _ = N.finish(w, x, o.reshape(S * T, -1), None, f.n_used, self.dt)
-        return N.rms(x, self.p["output_norm.weight"]).view(S, T, -1)
+        turn = {s: [lengthened(t[:T].repeat(S, 1), self.n_rows) for t in self.angles[s]] for s in mask}
+        for w, sliding in zip(self.layers, f.sliding):
+            q, k, v = self.project(w, x, *turn[sliding], self.dt)
+            k, v = (t[:S * T].view(S, T, -1) for t in (k, v))
+            o = N.attend(q[:S * T].view(S, T, f.n_heads, -1), k, v, mask[sliding]).reshape(S * T, -1)
+            x, _ = self.finish(w, x, lengthened(o, self.n_rows), None, f.n_used, self.dt)
+        return x[:S * T]
 
-    def logits(self, h):
-        z = N.linear(h, self.table, self.dt).float()
+    def logits(self, x):
+        z = N.linear(N.rms(x, self.p["output_norm.weight"]), self.table, self.dt).float()
         return G.LOGIT_CAP * torch.tanh(z / G.LOGIT_CAP)
 
 
-# ---- batches ---------------------------------------------------------------------------------------------------------
+# ---- conversations ---------------------------------------------------------------------------------------------------
 
 tokenizer = Tokenizer()
 
@@ -174,17 +210,23 @@ def earlier_turn(question, answer):
     return encoded(question + text.END + text.MODEL + answer.replace("\x01", "") + text.END + text.USER)[0]
 
 
-def conversation(rnd, s, kind, split):
-    """-> ids after the picture, weights. Sometimes an earlier turn, in training also a question that is not about the picture."""
-    before, x = [], rnd()
-    if x < 0.2:
-        before = earlier_turn(*P.ask(rnd, s, pick(rnd, P.kinds(s)), split))
-    if kind == "other":
-        question, answer = pick(rnd, text.SMALL_TALK)
-    else:
-        question, answer = P.ask(rnd, s, kind, split)
-    ids, weight = turn(question, answer)
-    return before + ids, [0] * len(before) + weight
+def conversations(rnd, s, n):
+    """-> n conversations about a scene: kind, ids after the picture, weights. Sometimes with an earlier turn, sometimes with a
+    question that is not about the picture."""
+    out, kinds = [], []
+    for _ in range(n):
+        kinds = kinds or sorted(P.kinds(s), key=lambda k: rnd() * (1 if k == "what" else 2))
+        kind = "other" if rnd() < 0.02 else kinds.pop()
+        talk = turn(*(pick(rnd, text.SMALL_TALK) if kind == "other" else P.ask(rnd, s, kind)))
+        if rnd() < 0.1:
+            before = earlier_turn(*P.ask(rnd, s, pick(rnd, P.kinds(s))))
+            talk = before + talk[0], [0] * len(before) + talk[1]
+        out.append((kind,) + talk)
+    return out
+
+
+def head_of(system):
+    return [BOS] + encoded((text.SYSTEM + system + text.END if system else "") + text.USER)[0]
 
 
 def pad(rows, fill):
@@ -194,34 +236,21 @@ def pad(rows, fill):
     return a
 
 
-def size(rnd, budget):
-    """-> size of a picture's file, size in which the tower sees it"""
-    short = int(P.between(rnd, 64, 128) if rnd() < 0.4 else P.between(rnd, 128, 384))
-    wide = 1.0 if rnd() < 0.5 else P.between(rnd, 0.55, 1.8)
-    w, h = max(short, int(short * wide)), max(short, int(short / wide))
-    return (w, h), P.fit(w, h, budget)
-
-
-def views(scenes, file, seen, device, seed):
-    """The pictures of scenes as the tower gets them, without what engines round between two passes"""
-    a = P.draw(scenes, *file, device, seed)
-    if file != seen:
-        a = F.interpolate(a, seen[::-1], mode="bicubic", antialias=True, align_corners=False).clamp(0, 255).round()
-    return a
-
-
-def run(p, reader, a, talks, system, device, dt):
-    """a: pictures; talks: conversations, as many for each picture as for the others -> loss of each that counts, its weight, whether
-    it is the most likely id, and the conversation it is in"""
-    soft = soft_rows(p, a, dt).repeat_interleave(len(talks) // len(a), 0)
-    n = soft.shape[1]
-    head = [BOS] + encoded((text.SYSTEM + system + text.END if system else "") + text.USER)[0]
+def laid_out(talks, head, n):
+    """talks: (ids, weights) after a picture of n rows -> ids (S, T), and of each id that counts: its conversation, the id, its weight
+    and the row that should tell it"""
     ids, weight = pad([head + [0] * n + t[0] for t in talks], 0), pad([[0] * (len(head) + n) + t[1] for t in talks], 0)
     of, at = weight.nonzero()
-    wanted, counts, rows = ids[of, at], weight[of, at].astype(np.float32), of * ids.shape[1] + at - 1
-    ids, of, wanted, counts, rows = (torch.from_numpy(t).to(device, non_blocking=True) for t in (ids, of, wanted, counts, rows))
-    z = reader.logits(reader.rows(ids, soft, len(head)).flatten(0, 1)[rows])
-    return F.cross_entropy(z, wanted, reduction="none"), counts, z.argmax(-1) == wanted, of
+    return dict(ids=ids, of=of, wanted=ids[of, at], counts=weight[of, at].astype(np.float32), rows=of * ids.shape[1] + at - 1)
+
+
+def judged(reader, soft, t, first):
+    """soft (B, n, dim), t: laid_out(), as many conversations for each picture as for the others -> loss of each id that counts,
+    whether it is the most likely one"""
+    S, (B, n, dim) = len(t["ids"]), soft.shape
+    soft = soft[:, None].expand(-1, S // B, -1, -1).reshape(S, n, dim)
+    z = reader.logits(reader.rows(t["ids"], soft, first)[t["rows"]])
+    return F.cross_entropy(z, t["wanted"], reduction="none"), z.argmax(-1) == t["wanted"]
 
 
 def whole(hit, of, n):
@@ -229,73 +258,209 @@ def whole(hit, of, n):
     return torch.ones(n, device=hit.device).scatter_reduce(0, of, hit.float(), "amin").tolist()
 
 
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+LABELS = {"kind": list(P.SHARES), "color": sorted(P.COLORS), "shape": P.SHAPES, "place": sorted(P.PLACES),
+          "count": list(range(1, P.MOST + 1)), "number": list("0123456789"), "word": P.WORDS, "grid": [(1, 2), (2, 1)],
+          "color 0": sorted(P.COLORS), "shape 0": P.SHAPES, "color 1": sorted(P.COLORS), "shape 1": P.SHAPES}
+
+
+def labels(s):
+    """-> what the tower should tell of a scene without the text model: a number for each of LABELS, -100 if it has none"""
+    things = [s["things"][i] for i in sorted(s["things"])]
+    seen = {"kind": s["kind"], "place": s["place"]}
+    if s["text"]:
+        seen.update({"color": s["color"], s["kind"]: s["text"]})
+    elif s["kind"] == "two":
+        seen["grid"] = s["grid"]
+        seen.update({"%s %d" % (k, i): t[k] for i, t in enumerate(things) for k in ("color", "shape")})
+    else:
+        seen.update(color=things[0]["color"], shape=things[0]["shape"], count=len(things))
+    return [v.index(seen[k]) if seen.get(k) is not None else -100 for k, v in LABELS.items()]
+
+
+def label_loss(z, wanted):
+    z = z.split([len(v) for v in LABELS.values()], -1)
+    return sum(F.cross_entropy(a, w, ignore_index=-100, reduction="sum") for a, w in zip(z, wanted.unbind(1))) / len(wanted)
+
+
+def size(rnd, budget):
+    """-> size of a picture's file, size in which the tower sees it"""
+    short = P.between(rnd, 64, 128) if rnd() < 0.4 else P.between(rnd, 128, 384)
+    wide = 1.0 if rnd() < 0.5 else P.between(rnd, 0.55, 1.8)
+    w, h = (int(max(short, short * x) / 16) * 16 for x in (wide, 1 / wide))
+    return (w, h), P.fit(w, h, budget)
+
+
+def batch(step, done):
+    """-> what a step trains on. done: part of the time that has passed"""
+    rnd = random.Random("see %d" % step).random
+    file, seen = size(rnd, 280 if rnd() < (0.3 if done < 0.75 else 0.5) else 70)
+    n = seen[0] * seen[1] // 48 ** 2
+    scenes = [P.scene(rnd, "one" if rnd() < (0.4 if done < 0.4 else 0.1) else None) for _ in range(PATCHES // (POOL ** 2 * n))]
+    out = dict(file=file, seen=seen, tables=P.tables(scenes, *file), labels=np.array([labels(s) for s in scenes]))
+    if done >= ALONE:
+        head, asked = head_of(pick(rnd, text.PERSONAS) if rnd() < 0.1 else ""), 3 if n <= 70 else 5
+        talks = [conversations(rnd, s, asked) for s in scenes]
+        while True:
+            flat = [t for some in talks for t in some[:asked]]
+            if len(flat) * (len(head) + n + max(len(t[1]) for t in flat)) <= IDS:
+                break
+            asked -= 1
+        out.update(first=len(head), names=[t[0] for t in flat], talks=laid_out([t[1:] for t in flat], head, n))
+    return out
+
+
+class Feed:
+    """Makes batches in other processes, AHEAD of them before they are asked for."""
+    AHEAD = 40
+
+    def __init__(self, workers):
+        self.pool, self.made, self.n = multiprocessing.get_context("fork").Pool(workers), collections.deque(), 0
+
+    def next(self, done):
+        while len(self.made) <= self.AHEAD:
+            self.made.append(self.pool.apply_async(batch, (self.n, done)))
+            self.n += 1
+        return self.made.popleft().get()
+
+    def forget(self):
+        """Drops the batches made ahead."""
+        self.made.clear()
+
+
+@functools.lru_cache(None)
+def resampler(n, m, device):
+    """-> (m, n): the antialiased bicubic filter from n levels to m"""
+    return F.interpolate(torch.eye(n)[None, None], (m, n), mode="bicubic", antialias=True, align_corners=False)[0, 0].to(device)
+
+
+def views(t, file, seen, device, seed):
+    """t: tables() -> the pictures as the tower gets them, without what engines round between two passes"""
+    a = P.paint(t, *file, device, seed)
+    if file != seen:
+        across, down = (resampler(n, m, device) for n, m in zip(file, seen))
+        a = (down @ a @ across.T).clamp(0, 255).round()
+    return a
+
+
+def moved(t, device):
+    return {k: torch.from_numpy(v).to(device, non_blocking=True) for k, v in t.items()}
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
-def batch(step):
-    """-> what a step trains on"""
-    rnd = random.Random("see %d" % step).random
-    file, seen = size(rnd, 280 if rnd() < 0.45 else 70)
-    n = max(8, ROWS // (seen[0] * seen[1] // 48 ** 2))
-    scenes = [P.scene(rnd) for _ in range(n)]
-    system = pick(rnd, text.PERSONAS) if rnd() < 0.15 else ""
-    talks, names = [], []
-    for s in scenes:
-        for _ in range(ASKED):
-            kind = "other" if rnd() < 0.06 else pick(rnd, P.kinds(s))
-            talks.append(conversation(rnd, s, kind, "train"))
-            names.append(kind)
-    return scenes, file, seen, talks, names, system
+TESTS = {"forms of training": ("train", False, 70, (128, 128)), "70 tokens": ("eval", False, 70, (128, 128)),
+         "280 tokens": ("eval", False, 280, (128, 128)), "280 tokens, wide": ("eval", False, 280, (320, 200)),
+         "unseen pairs": ("eval", True, 280, (128, 128))}
 
 
 @torch.no_grad()
-def measure(p, reader, device, log, n=256, dt=torch.bfloat16):
+def measure(tower, reader, device, log, n=256, titles=TESTS):
     """Logs for each kind of question the part of the answers that are right in every id: other pictures and other forms of the
-    questions than in training. -> {row: part}"""
-    out = {}
-    for title, split, held_out, budget, file in (
-            ("forms of training", "train", False, 70, (128, 128)), ("70 tokens", "eval", False, 70, (128, 128)),
-            ("280 tokens", "eval", False, 280, (128, 128)), ("280 tokens, wide", "eval", False, 280, (320, 200)),
-            ("unseen pairs", "eval", True, 280, (128, 128))):
-        seen, right = P.fit(*file, budget), {}
+    questions than in training."""
+    for title in titles:
+        (split, held_out, budget, file), right = TESTS[title], {}
+        seen, head = P.fit(*file, budget), head_of("")
         for scene_kind in P.SHARES:
             if held_out and scene_kind in ("number", "word"):
                 continue
             rnd = random.Random("measure %s %s" % (title, scene_kind)).random
             for start in range(0, n, 64):
                 scenes = [P.scene(rnd, scene_kind, held_out) for _ in range(min(64, n - start))]
-                a = views(scenes, file, seen, device, start)
+                soft = tower.soft_rows(tower.features(views(P.tables(scenes, *file), file, seen, device, start)))
                 asked = [(s, k if k in P.kinds(s) else "what") for s in scenes for k in P.KINDS[scene_kind]]
-                talks = [turn(*P.ask(rnd, s, k, split)) for s, k in asked]
-                _, _, hit, of = run(p, reader, a, talks, "", device, dt)
-                for (s, k), good in zip(asked, whole(hit, of, len(talks))):
+                talks = moved(laid_out([turn(*P.ask(rnd, s, k, split)) for s, k in asked], head, soft.shape[1]), device)
+                _, hit = judged(reader, soft, talks, len(head))
+                for (s, k), good in zip(asked, whole(hit, talks["of"], len(asked))):
                     right.setdefault("%s (%s)" % (k, scene_kind) if k == "what" else k, []).append(good)
-        for k, v in right.items():
-            out[title, k] = sum(v) / len(v)
         log("right, %s: %s" % (title, ", ".join("%s %.3f" % (k, sum(v) / len(v)) for k, v in right.items())))
-    return out
 
 
-def train_tower(path, target, device, log, n_steps=4000, lr=0.02, adam_lr=2.5e-3, dt=torch.bfloat16, every=200):
-    """Trains the tower and writes its file."""
-    reader = Reader(target, device, dt)
-    scale = (reader.p["token_embd.weight"].square().mean() * reader.form.dim).sqrt().item()
-    p = init(reader.form.dim, device, scale)
-    log("tower: %d parameters, start scale %.2f" % (sum(w.numel() for w in p.values()), scale))
-    optimiser = train.Optimiser(p, lr, adam_lr, fast=False)
-    start, sums = time.time(), {}
-    for step in range(n_steps):
-        scenes, file, seen, talks, names, system = batch(step)
-        loss, counts, hit, of = run(p, reader, views(scenes, file, seen, device, step), talks, system, device, dt)
-        ((loss * counts).sum() / counts.sum()).backward()
-        optimiser.step(min(1.0, (step + 1) / 100, (n_steps - step) / (n_steps * 0.5)))
-        if step % 10 == 0:
-            each = torch.zeros(len(talks), device=device).index_add_(0, of, loss.detach()).tolist()
-            for k, l, g in zip(names, each, whole(hit, of, len(talks))):
-                sums.setdefault(k, []).append((l, g))
-        if (step + 1) % every == 0 or step in (0, 9) or step + 1 == n_steps:
-            log("step %d  %.0f s  %s  %s" % (step + 1, time.time() - start, "%dx%d" % seen, ", ".join(
-                "%s %.2f %.2f" % (k, np.mean([x[0] for x in v]), np.mean([x[1] for x in v])) for k, v in sorted(sums.items()))))
-            sums = {}
-            write(path + ".part", p, reader.form.dim)
-            os.replace(path + ".part", path)
-    return p, reader
+class Training:
+    """Of the tower, towards answers of the text model in file target."""
+
+    def __init__(self, target, device, feed, fast, lr=0.02, adam_lr=2.5e-3, dt=torch.bfloat16):
+        self.device, self.feed, self.steps, self.sums = device, feed, 0, {}
+        self.reader, self.plain_reader = (Reader(target, device, dt, f) for f in (fast, False))
+        dim = self.reader.form.dim
+        scale = (self.reader.p["token_embd.weight"].square().mean() * dim).sqrt().item()
+        self.p = init(dim, device, scale)
+        self.tower, self.plain_tower = (Tower(self.p, dt, f) for f in (fast, False))
+        self.teller = torch.zeros(sum(map(len, LABELS.values())), DIM, device=device, requires_grad=True)
+        self.optimiser = train.Optimiser(dict(self.p, teller=self.teller), lr, adam_lr, fast=False)
+
+    def gradients(self, done):
+        """One batch forward and back."""
+        b = self.feed.next(done)
+        features = self.tower.features(views(b["tables"], b["file"], b["seen"], self.device, self.steps))
+        told = label_loss(features.mean(1) @ self.teller.T, torch.from_numpy(b["labels"]).to(self.device))
+        if "talks" in b:
+            t = moved(b["talks"], self.device)
+            loss, hit = judged(self.reader, self.tower.soft_rows(features), t, b["first"])
+            ((loss * t["counts"]).sum() / t["counts"].sum() + 0.5 * told).backward()
+        else:
+            (told + 0 * self.p["mm.input_projection.weight"].sum()).backward()
+        if self.steps % 20 == 0:
+            self.sums.setdefault("told", []).append((told.item(), 0))
+            if "talks" in b:
+                each = torch.zeros(len(b["names"]), device=self.device).index_add_(0, t["of"], loss.detach()).tolist()
+                for k, l, g in zip(b["names"], each, whole(hit, t["of"], len(each))):
+                    self.sums.setdefault(k, []).append((l, g))
+
+    def step(self, done, warm):
+        """warm: share of the full rate that the number of steps allows"""
+        self.gradients(done)
+        self.optimiser.step(min(warm, (1 - done) / 0.6))
+        self.steps += 1
+
+    def summary(self):
+        out = ", ".join("%s %.2f %.2f" % ((k,) + tuple(np.mean(v, 0))) for k, v in sorted(self.sums.items()))
+        self.sums = {}
+        return out
+
+    def save(self, path):
+        write(path + ".part", self.p, self.reader.form.dim)
+        os.replace(path + ".part", path)
+
+
+def train_tower(path, target, device, log, feed, seconds, fast=True, every=12, dt=torch.bfloat16):
+    """Trains the tower for a time and writes its file, now and then and at the end."""
+    t, begin = Training(target, device, feed, fast, dt=dt), time.time()
+    log("tower: %d parameters" % sum(w.numel() for w in t.p.values()))
+    for done in (0, 0, 1, 1):                      # the first steps compile; what they find is not used
+        feed.forget()
+        t.gradients(done)
+        for w in t.optimiser.p.values():
+            w.grad = None
+    feed.forget()
+    t.summary()
+    start, shown, joined = time.time(), (time.time(), 0), None
+    log("ready to train after %.0f s" % (start - begin))
+    good = [w.detach().clone() for w in t.optimiser.p.values()]
+    seconds -= start - begin
+    while True:
+        done = (time.time() - start) / seconds
+        if done >= 1:
+            break
+        if done >= ALONE and joined is None:
+            joined = t.steps
+        t.step(done, min(1, (t.steps - (joined or 0) + 1) / 100))
+        now = time.time()
+        if now - shown[0] >= every:
+            now = time.time()
+            log("step %d  %.1f ms each  done %.2f  %s" % (t.steps, 1e3 * (now - shown[0]) / (t.steps - shown[1]), done, t.summary()))
+            if all(w.isfinite().all() for w in t.p.values()):
+                good = [w.detach().clone() for w in t.optimiser.p.values()]
+                t.save(path)
+            else:
+                log("not a number: back to the last good state")
+                for w, g in zip(t.optimiser.p.values(), good):
+                    w.data.copy_(g)
+                t.optimiser = train.Optimiser(t.optimiser.p, t.optimiser.lr / 2, fast=False)
+            if done > ALONE:
+                measure(t.plain_tower, t.plain_reader, device, log, 48, ("70 tokens", "280 tokens"))
+            shown = time.time(), t.steps
+    t.save(path)
+    log("%d steps" % t.steps)
+    return t
