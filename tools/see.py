@@ -1,8 +1,8 @@
 """Training of the image tower with which gemma4-mini sees. The text model does not change: gradients pass through it.
 
 The tower is one of the 26B-A4B form (gemma4v) in small: parts/vision.h has its formulas. It learns first what is in the pictures
-(pictures.py), from classes, then from the answers to questions too. The vocabulary of gemma4-mini has no tokens that stand around a
-picture, so its rows stand alone.
+(pictures.py), from classes, then from the answers to questions too. The vocabulary of gemma4-mini has no tokens that stand around
+a picture, so its rows stand alone.
 """
 import collections
 import functools
@@ -237,8 +237,8 @@ def pad(rows, fill):
 
 
 def laid_out(talks, head, n):
-    """talks: (ids, weights) after a picture of n rows -> ids (S, T), and of each id that counts: its conversation, the id, its weight
-    and the row that should tell it"""
+    """talks: (ids, weights) after a picture of n rows -> ids (S, T), and of each id that counts: its conversation, the id, its
+    weight and the row that should tell it"""
     ids, weight = pad([head + [0] * n + t[0] for t in talks], 0), pad([[0] * (len(head) + n) + t[1] for t in talks], 0)
     of, at = weight.nonzero()
     return dict(ids=ids, of=of, wanted=ids[of, at], counts=weight[of, at].astype(np.float32), rows=of * ids.shape[1] + at - 1)
@@ -322,7 +322,7 @@ class Feed:
         while len(self.made) <= self.AHEAD:
             self.made.append(self.pool.apply_async(batch, (self.n, done)))
             self.n += 1
-        return self.made.popleft().get()
+        return self.made.popleft().get(60)
 
     def forget(self):
         """Drops the batches made ahead."""
@@ -398,7 +398,7 @@ class Training:
         if "talks" in b:
             t = moved(b["talks"], self.device)
             loss, hit = judged(self.reader, self.tower.soft_rows(features), t, b["first"])
-            ((loss * t["counts"]).sum() / t["counts"].sum() + 0.5 * told).backward()
+            ((loss * t["counts"]).sum() / t["counts"].sum() + told).backward()
         else:
             (told + 0 * self.p["mm.input_projection.weight"].sum()).backward()
         if self.steps % 20 == 0:
@@ -420,8 +420,12 @@ class Training:
         return out
 
     def save(self, path):
+        """Writes the file, unless a value is not a number. -> whether it did"""
+        if not all(w.isfinite().all() for w in self.optimiser.p.values()):
+            return False
         write(path + ".part", self.p, self.reader.form.dim)
         os.replace(path + ".part", path)
+        return True
 
 
 def train_tower(path, target, device, log, feed, seconds, fast=True, every=12, dt=torch.bfloat16):
@@ -448,11 +452,10 @@ def train_tower(path, target, device, log, feed, seconds, fast=True, every=12, d
         t.step(done, min(1, (t.steps - (joined or 0) + 1) / 100))
         now = time.time()
         if now - shown[0] >= every:
-            now = time.time()
-            log("step %d  %.1f ms each  done %.2f  %s" % (t.steps, 1e3 * (now - shown[0]) / (t.steps - shown[1]), done, t.summary()))
-            if all(w.isfinite().all() for w in t.p.values()):
+            each = 1e3 * (now - shown[0]) / (t.steps - shown[1])
+            log("step %d  %.1f ms each  done %.2f  %s" % (t.steps, each, done, t.summary()))
+            if t.save(path):
                 good = [w.detach().clone() for w in t.optimiser.p.values()]
-                t.save(path)
             else:
                 log("not a number: back to the last good state")
                 for w, g in zip(t.optimiser.p.values(), good):
