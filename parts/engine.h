@@ -319,7 +319,7 @@ API void score_prompt(Session *s, Model *scorer, const int32_t *ids, int n, int 
 // ==== [7] Pictures ==================================================================================================
 // From the parts of a message to a Prompt. tok_chat() says where pictures stand; read_pictures() reads their headers,
 // so a prompt can be counted, and with place_pictures() compared, before a picture is decoded; compute_pictures()
-// decodes and runs the tower, or decode_picture() and picture_rows() for one of them.
+// decodes and runs the tower, or decode_picture(), picture_begin() and picture_next() for one of them.
 
 typedef struct {              // a picture of a prompt
     uint64_t hash;            // of the bytes of its file, its number of tokens and the tower
@@ -357,8 +357,12 @@ API void place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t
 API void find_pictures(const TokIds *ids, Picture *places, int n);
 // Decodes a picture, unless it is decoded, on this thread alone. False: err says why it cannot. Any thread.
 API bool decode_picture(PictureFile *f, char *err, size_t err_size);
-// Decodes a picture, unless it is decoded, and runs the tower. Returns (n, dim) rows, or NULL: err says why it cannot.
-API float *picture_rows(Model *m, PictureFile *f, char *err, size_t err_size);
+// Begins to compute the rows of a picture, after decoding it if it is not; another one that is in work is given up.
+// False: err says why it cannot. f->rgb has to stay until the rows are there.
+API bool picture_begin(Model *m, PictureFile *f, char *err, size_t err_size);
+// Goes on with it until the time `until` (seconds()), as vision_next() does. Returns (n, dim) rows; NULL: there is more
+// to do.
+API float *picture_next(Model *m, PictureFile *f, double until);
 // Computes the rows of those pictures of a prompt (ids) that a session will not keep, if they are not known yet. They
 // stay until pictures_release(). Returns false and writes one line to err if it cannot, or if *stop is set meanwhile;
 // stop NULL: it is never set.

@@ -606,16 +606,16 @@ static inline void image_resize(const Image *in, int w, int h, bool alone, uint8
     free_resampler(&t.down);
 }
 
-// Cuts a picture of w x h pixels, multiples of side, into patches: rgb (h, w, 3), out (h / side * w / side,
-// side * side * 3), patches row by row, in a patch the order y, x, channel, values 0 to 1.
-static inline void image_patches(const uint8_t *rgb, int w, int h, int side, float *out) {
+// Cuts a picture, w pixels wide, into patches of side x side pixels, row by row, and writes n of them, from number
+// `first` on: rgb (h, w, 3), out (n, side * side * 3), in a patch the order y, x, channel, values 0 to 1.
+static inline void image_patches(const uint8_t *rgb, int w, int side, int first, int n, float *out) {
     const size_t width = 3 * (size_t)w, length = 3 * (size_t)side;
-    for (int py = 0; py < h; py += side)
-        for (size_t at = 0; at < width; at += length)
-            for (int y = py; y < py + side; y++) {
-                const uint8_t *from = rgb + (size_t)y * width + at;
-                for (size_t i = 0; i < length; i++) *out++ = (float)from[i] * (float)(1.0 / 255);
-            }
+    const int columns = w / side;
+    for (int k = first; k < first + n; k++) {
+        const uint8_t *from = rgb + (size_t)(k / columns * side) * width + (size_t)(k % columns) * length;
+        for (int y = 0; y < side; y++, from += width)
+            for (size_t i = 0; i < length; i++) *out++ = (float)from[i] * (float)(1.0 / 255);
+    }
 }
 
 #endif

@@ -259,17 +259,20 @@ static bool decode_with(PictureFile *f, bool alone, char *err, size_t err_size) 
 
 static bool decode_picture(PictureFile *f, char *err, size_t err_size) { return decode_with(f, true, err, err_size); }
 
-static float *picture_rows(Model *m, PictureFile *f, char *err, size_t err_size) {
-    if (!decode_with(f, false, err, err_size)) return NULL;
+static bool picture_begin(Model *m, PictureFile *f, char *err, size_t err_size) {
+    if (!decode_with(f, false, err, err_size)) return false;
+    if (vision_begin(m->vision, f->rgb, f->w, f->h)) return true;
+    snprintf(err, err_size, "an image of %d x %d pixels: the tower has no positions for so many", f->w, f->h);
+    return false;
+}
+
+static float *picture_next(Model *m, PictureFile *f, double until) {
+    if (!vision_next(m->vision, until)) return NULL;
     float *rows = alloc_or_die((size_t)f->n * (size_t)m->config.dim, sizeof *rows);
-    const int n = vision_rows(m->vision, f->rgb, f->w, f->h, rows);
+    vision_soft(m->vision, rows);
     free(f->rgb);
     f->rgb = NULL;
-    if (n == f->n) return rows;
-    if (n == STOPPED) snprintf(err, err_size, "cancelled");
-    else snprintf(err, err_size, "an image of %d x %d pixels: the tower has no positions for so many", f->w, f->h);
-    free(rows);
-    return NULL;
+    return rows;
 }
 
 static void pictures_release(RowCache *c, PromptPictures *p) {
@@ -287,10 +290,14 @@ static bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptP
         if (p->places[k].first < kept) continue;
         p->places[k].rows = row_cache_pin(c, f->hash);
         if (p->places[k].rows) continue;
+        if (!picture_begin(m, f, err, err_size)) return false;
         m->stop = stop;
-        float *rows = picture_rows(m, f, err, err_size);
+        float *rows = picture_next(m, f, INFINITY);
         m->stop = NULL;
-        if (!rows) return false;
+        if (!rows) {
+            snprintf(err, err_size, "cancelled");
+            return false;
+        }
         row_cache_add(c, f->hash, rows, (size_t)f->n * (size_t)m->config.dim * sizeof *rows);
         p->places[k].rows = rows;
     }
