@@ -59,7 +59,7 @@ static bool picture_text(const GgufJson *part, GgufJson *text) {
 static int picture_most(const Model *m, const GgufJson *part) {
     GgufJson inner, v = { 0 };
     if (gguf_json_get(part, "image_url", &inner) && inner.type == GGUF_J_OBJECT) gguf_json_get(&inner, "detail", &v);
-    return gguf_json_is(&v, "low") ? 70 : gguf_json_is(&v, "high") ? 1120 : m->vision->usual_tokens;
+    return gguf_json_is(&v, "low") ? 70 : gguf_json_is(&v, "high") ? MAX_IMAGE_TOKENS : m->vision->usual_tokens;
 }
 
 // Reads the bytes of a picture's file from a part of a message. Returns false and writes one line to err if there are

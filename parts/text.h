@@ -238,6 +238,11 @@ static void print_model(Model *m) {
 }
 
 // Prints model, plan and device to stderr.
+static const char *layers_of_tower(const Vision *v, char out[64]) {
+    snprintf(out, 64, v->embedder ? "one matrix, no layers (gemma4uv)" : "%d layers", v->n_layers);
+    return out;
+}
+
 static void print_plan(Model *m) {
     const Config *c = &m->config;
     const double mib = 1 << 20;
@@ -268,10 +273,12 @@ static void print_plan(Model *m) {
                 gguf_type_name(d->weights.layer[0].attn_q.type), d->weights_uploaded ? "" : ", not loaded yet",
                 (double)m->plan.drafter / mib);
     const Vision *tower = m->vision;
+    char layers[64];
     if (tower)
-        fprintf(stderr, "# image tower: %s: %d layers, width %d, weights %.1f MiB (%s), pictures of up to %d tokens; "
-                "plan: %.1f MiB\n", tower->gguf.path, tower->n_layers, tower->dim, (double)tower->binder.bytes / mib,
-                gguf_type_name(tower->projection.type), tower->max_tokens, (double)m->plan.vision / mib);
+        fprintf(stderr, "# image tower: %s: %s, width %d, weights %.1f MiB (%s), pictures of up to %d tokens; "
+                "plan: %.1f MiB\n", tower->gguf.path, layers_of_tower(tower, layers), tower->dim,
+                (double)tower->binder.bytes / mib, gguf_type_name(tower->projection.type), tower->max_tokens,
+                (double)m->plan.vision / mib);
     fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, backend_note(m), count_threads(),
             count_threads() == 1 ? "" : "s");
     print_card(stderr, "# card: ", m->ops);
@@ -487,7 +494,8 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
         printf("draft model  %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 :
                                                                     m->drafter->binder->bytes)) / gib);
     if (o.projector)
-        printf("image tower  %9.3f GiB\n", (double)(plan.vision + (plan.weights ? 0 : vision_bytes(m))) / gib);
+        printf("image tower  %9.3f GiB, pictures of up to %d tokens\n",
+               (double)(plan.vision + (plan.weights ? 0 : vision_bytes(m))) / gib, m->vision->max_tokens);
     printf("total        %9.3f GiB\n", (double)needed / gib);
     printf("available    %9.3f GiB, %s\n", (double)budget / gib,
            o.memory ? "set by --vram" : "31/32 of the free memory");

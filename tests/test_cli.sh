@@ -625,8 +625,15 @@ for preset in e2b e4b 12b 26b-a4b 31b; do              # towers of true shape, w
     "$build/make_gguf" --preset $preset --quant q8_0 --layers 2 --vocab 512 --sparse --out "$tmp/wide.gguf"
     "$build/make_gguf" --preset $preset --quant q8_0 --kind mmproj --sparse --out "$tmp/wide-tower.gguf"
     run plan "$tmp/wide.gguf" --mmproj "$tmp/wide-tower.gguf" --vram 60
-    ok "plan: the image tower of $preset" [ "$status$(grep -c '^image tower  *[0-9.]* GiB' "$tmp/out")" = 01 ]
+    ok "plan: the image tower of $preset" [ "$status$(grep -c '^image tower  *[0-9.]* GiB, pictures of up to 280 tokens$' "$tmp/out")" = 01 ]
 done
+sizes=
+for tokens in 70 1120; do
+    run plan "$tmp/wide.gguf" --mmproj "$tmp/wide-tower.gguf" --vram 60 --image-tokens $tokens
+    sizes="$sizes $(awk '/^image tower/ { print $3 }' "$tmp/out")"
+done
+# six rows of 1152 values for each of 9450 more patches
+ok "plan: --image-tokens counts, $sizes" sh -c "echo $sizes | awk '{ exit !(\$2 - \$1 > 0.24 && \$2 - \$1 < 0.5) }'"
 $limit "$gemma4" bench "$model" -p 3,70 -n 2 -d 0,5 -r 2 -t 2 >"$tmp/bench.md" 2>"$tmp/err"
 status=$?
 ok "bench: exit status 0" [ "$status" -eq 0 ]

@@ -813,6 +813,9 @@ static void test_properties(void) {
         free(tall);
         m->vision->max_tokens = 15;
         test_parts(m, rgb, w, h, want);
+        char layers[64];
+        CHECK(!strcmp(layers_of_tower(m->vision, layers), t->embedder ? "one matrix, no layers (gemma4uv)" : "2 layers"),
+              "kind %d: it has %s", k, layers);
         volatile sig_atomic_t stop = 1;
         m->stop = &stop;
         CHECK(t->embedder || vision_rows(m->vision, rgb, w, h, want) == STOPPED, "kind %d: cannot be stopped", k);
