@@ -327,6 +327,7 @@ typedef struct {              // a picture of a prompt
     size_t   memory;          // bytes that decode_picture() needs, at most
     TokText  file;            // those bytes, until it is decoded
     uint8_t *rgb;             // (h, w, 3) from then on, until its rows are computed; else NULL
+    float   *rows;            // (n, dim) room for these, while they are computed; else NULL
 } PictureFile;
 
 typedef struct {              // the pictures of a prompt, in the order of their places; start with {0}
@@ -351,11 +352,13 @@ API uint64_t tower_hash(Model *m);
 // and writes one line to err if one cannot be read; then *out is empty. Any thread.
 API bool read_pictures(Model *m, const Tokenizer *t, const TokPictures *at, PromptPictures *out, size_t *n_more,
                        char *err, size_t err_size);
-// Puts the ids of pictures to their places in the prompt; *before_cue, unless NULL, is moved with them. Any thread.
-API void place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue, PromptPictures *p);
+// Puts the ids of pictures to their places in the prompt; *before_cue, unless NULL, is moved with them. False: there is
+// no memory (t->err); the ids stay as they were. Any thread.
+API bool place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue, PromptPictures *p);
 // Finds the places of n pictures again in a prompt whose other ids have changed.
 API void find_pictures(const TokIds *ids, Picture *places, int n);
-// Decodes a picture, unless it is decoded, on this thread alone. False: err says why it cannot. Any thread.
+// Decodes a picture, unless it is decoded, on this thread alone. False: err says why it cannot; "out of memory" if that
+// is why, here and in the next ones. Any thread.
 API bool decode_picture(PictureFile *f, char *err, size_t err_size);
 // Begins to compute the rows of a picture, after decoding it if it is not; another one that is in work is given up.
 // False: err says why it cannot. f->rgb has to stay until the rows are there.
@@ -371,8 +374,9 @@ API bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPict
 API void pictures_release(RowCache *c, PromptPictures *p);           // frees p; c may now forget its rows
 API void pictures_free(PromptPictures *p);             // of a prompt whose rows were not computed
 API const float *row_cache_pin(RowCache *c, uint64_t hash);          // rows, to be released; NULL: they are not known
-// Adds rows of this many bytes, pinned; drops the oldest ones that no prompt uses, if there are too many.
-API void row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes);
+// Adds rows of this many bytes, pinned; drops the oldest ones that no prompt uses, if there are too many. False: there
+// is no memory for the list.
+API bool row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes);
 API void row_cache_free(RowCache *c);
 
 // ==== [8] Lists of ids, texts, logits ===============================================================================

@@ -516,13 +516,25 @@ static double cubic(double x) {
     return x < 2 ? ((a * x - 5 * a) * x + 8 * a) * x - 4 * a : 0;
 }
 
+static void free_resampler(Resampler *r) {
+    free(r->first);
+    free(r->n);
+    free(r->weights);
+}
+
 // shift is the largest for which the weights, rounded, fit 16 bits, at most 22. Equal sizes give weights of 1 and 0.
-static Resampler make_resampler(int n_in, int n_out) {
+// False: there is no memory.
+static bool make_resampler(int n_in, int n_out, Resampler *out) {
     const double scale = (double)n_in / n_out, reach = fmax(scale, 1), inverse = 1 / reach;
     const size_t stride = (size_t)ceil(2 * reach) * 2 + 1, n = (size_t)n_out;
-    Resampler r = { alloc_or_die(n, sizeof *r.first), alloc_or_die(n, sizeof *r.n),
-                    alloc_or_die(n * stride, sizeof *r.weights), (int)stride, 0 };
-    double *weights = alloc_or_die(n * stride, sizeof *weights), largest = 0;
+    Resampler r = { calloc(n, sizeof *r.first), calloc(n, sizeof *r.n), calloc(n * stride, sizeof *r.weights),
+                    (int)stride, 0 };
+    double *weights = calloc(n * stride, sizeof *weights), largest = 0;
+    *out = r;
+    if (!r.first || !r.n || !r.weights || !weights) {
+        free(weights);
+        return false;
+    }
     for (int i = 0; i < n_out; i++) {
         const double center = scale * (i + 0.5);
         const int first = max_int((int)(center - 2 * reach + 0.5), 0);
@@ -536,13 +548,8 @@ static Resampler make_resampler(int n_in, int n_out) {
     while (r.shift < 22 && (int)(0.5 + largest * (1 << (r.shift + 1))) < 1 << 15) r.shift++;
     for (size_t i = 0; i < n * stride; i++) r.weights[i] = (int16_t)round(weights[i] * (1 << r.shift));
     free(weights);
-    return r;
-}
-
-static void free_resampler(Resampler *r) {
-    free(r->first);
-    free(r->n);
-    free(r->weights);
+    *out = r;
+    return true;
 }
 
 static inline uint8_t clamp_level(int32_t sum, int shift) {
@@ -567,14 +574,19 @@ typedef struct {
     int w;                    // of the output
     Resampler across, down;
     uint8_t *out;
+    atomic_bool *failed;      // set if a thread finds no memory
 } ResizeTask;
 
 // Rows first .. end - 1 of the output: resamples the input's rows that they need, then combines these.
 static void resize_band(const ResizeTask *t, int first, int end) {
-    const int top = t->down.first[first], bottom = t->down.first[end - 1] + t->down.n[end - 1];
+    int top = t->down.first[first], bottom = t->down.first[end - 1] + t->down.n[end - 1];
     const size_t width = 3 * (size_t)t->w;
-    uint8_t *rows = alloc_or_die((size_t)(bottom - top), width);
-    int32_t *sums = alloc_or_die(width, sizeof *sums);
+    uint8_t *rows = malloc((size_t)(bottom - top) * width);
+    int32_t *sums = malloc(width * sizeof *sums);
+    if (!rows || !sums) {
+        atomic_store(t->failed, true);
+        bottom = top, end = first;
+    }
     for (int y = top; y < bottom; y++)
         resample_row(&t->across, t->in->rgb + 3 * (size_t)t->in->w * (size_t)y, t->w, rows + (size_t)(y - top) * width);
     for (int y = first; y < end; y++) {
@@ -596,14 +608,17 @@ static void resize_rows(const void *task, int first, int end) {
     for (; first < end; first += BAND) resize_band(task, first, min_int(first + BAND, end));
 }
 
-// Resamples a picture to w x h pixels: out (h, w, 3). alone: on this thread; else the caller has the thread pool. Dies
-// if memory runs out.
-static inline void image_resize(const Image *in, int w, int h, bool alone, uint8_t *out) {
-    ResizeTask t = { in, w, make_resampler(in->w, w), make_resampler(in->h, h), out };
-    if (alone) resize_rows(&t, 0, h);
-    else parallel(h, BAND, resize_rows, &t);
+// Resamples a picture to w x h pixels: out (h, w, 3). alone: on this thread; else the caller has the thread pool.
+// False: there is no memory.
+static inline bool image_resize(const Image *in, int w, int h, bool alone, uint8_t *out) {
+    atomic_bool failed = false;
+    ResizeTask t = { .in = in, .w = w, .out = out, .failed = &failed };
+    const bool ok = make_resampler(in->w, w, &t.across) && make_resampler(in->h, h, &t.down);
+    if (ok && alone) resize_rows(&t, 0, h);
+    else if (ok) parallel(h, BAND, resize_rows, &t);
     free_resampler(&t.across);
     free_resampler(&t.down);
+    return ok && !failed;
 }
 
 // Cuts a picture, w pixels wide, into patches of side x side pixels, row by row, and writes n of them, from number

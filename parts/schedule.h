@@ -435,7 +435,7 @@ static void take_held(Server *srv, const Session *s, Job *job) {
 static void begin_answer(Server *srv, Slot *slot) {
     Job *job = slot->job;
     const PromptPictures *pictures = &job->lead->pictures;
-    for (int k = 0; k < pictures->n; k++) job->places[k].rows = pictures->places[k].rows;
+    for (int k = 0; k < pictures->n && job->places; k++) job->places[k].rows = pictures->places[k].rows;
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at,
                        .n_original = job->n_original, .score_seconds = job->score_seconds, .pictures = job->places,
                        .n_pictures = pictures->n };
@@ -551,7 +551,11 @@ static void compress_job(Server *srv, Session *s, Job *job) {
 static void place_again(Job *job) {
     const PromptPictures *p = &job->lead->pictures;
     if (!p->n) return;
-    job->places = alloc_or_die((size_t)p->n, sizeof *job->places);
+    job->places = calloc((size_t)p->n, sizeof *job->places);
+    if (!job->places) {
+        refuse_starved(&job->fault);
+        return;
+    }
     memcpy(job->places, p->places, (size_t)p->n * sizeof *job->places);
     find_pictures(&job->ids, job->places, p->n);
 }
@@ -771,7 +775,8 @@ static const float *rows_of(Server *srv, Slot *slot, PictureFile *f) {
     pthread_mutex_unlock(&srv->lock);
     if (known) return known;
     if (!srv->seeing && !picture_begin(srv->m, f, err, sizeof err)) {
-        refuse(&slot->job->fault, 400, "messages", "%s", err);
+        if (strstr(err, "out of memory")) refuse_starved(&slot->job->fault);
+        else refuse(&slot->job->fault, 400, "messages", "%s", err);
         return NULL;
     }
     srv->seeing = slot;
@@ -781,7 +786,11 @@ static const float *rows_of(Server *srv, Slot *slot, PictureFile *f) {
     srv->seeing = NULL;
     pthread_mutex_lock(&srv->lock);
     srv->totals.pictures++;
-    row_cache_add(&srv->rows, f->hash, rows, (size_t)f->n * (size_t)model_shape(srv->m).dim * sizeof *rows);
+    if (!row_cache_add(&srv->rows, f->hash, rows, (size_t)f->n * (size_t)model_shape(srv->m).dim * sizeof *rows)) {
+        refuse_starved(&slot->job->fault);
+        free(rows);
+        rows = NULL;
+    }
     pthread_mutex_unlock(&srv->lock);
     return rows;
 }

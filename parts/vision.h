@@ -72,6 +72,9 @@ typedef struct Vision {
     float   *gate, *up;                // (n_chunk, ffn_dim), with clamps
     Act      ffn;                      // (n_chunk, ffn_dim), without
     float   *soft;                     // (max_tokens, dim of the text model)
+    // host memory for a part of a picture
+    float   *host;                     // (n_chunk, patch or dim) patches or positions; then (dim) positions of a row
+    int32_t *host_pos;                 // (n_chunk, 2)
     // the picture in work
     const uint8_t *rgb;                // its pixels
     int      width, height;            // in patches
@@ -329,6 +332,8 @@ static void vision_close(Vision *v) {                  // NULL: does nothing
     free(v->binder.status);
     free(v->binder.uploads);
     free(v->layer);
+    free(v->host);
+    free(v->host_pos);
     gguf_close(&v->gguf);
     free(v);
 }
@@ -383,12 +388,14 @@ static void plan_vision(Model *m, Arena *a) {
     m->plan.vision = a->used - before;
 }
 
-// Uploads the weights, and what does not change.
+// Uploads the weights, and what does not change; reserves host memory.
 static void start_vision(Model *m) {
     Vision *v = m->vision;
     double inv_freq[MAX_IMAGE_HEAD_DIM / 4];
     for (int i = 0; i < v->binder.n_uploads; i++) upload(m->ops, &v->gguf, &v->binder.uploads[i],
                                                          v->binder.uploads[i].dst);
+    v->host = alloc_or_die((size_t)v->n_chunk * (size_t)max_int(v->patch, v->dim) + (size_t)v->dim, sizeof *v->host);
+    v->host_pos = alloc_or_die((size_t)v->n_chunk * 2, sizeof *v->host_pos);
     if (v->embedder) return;
     for (int i = 0; i < v->head_dim / 4; i++) inv_freq[i] = pow(100, -4.0 * i / v->head_dim);
     m->ops->copy(&(Copy){ v->inv_freq, inv_freq, (size_t)v->head_dim / 4 * sizeof *inv_freq, COPY_IN });
@@ -399,8 +406,8 @@ static void start_vision(Model *m) {
 // computed for all patches, then attention and the rest; last come pooling and projection. The embedder has one pass. A
 // pass is divided into parts of rows, and between two parts the caller may do other work: vision_next().
 
-// Multiplications of a part on the host, at most: about a fifth of a second on two cores. But it has 64 rows at least.
-static const double MOST_OF_PART = 5e9;
+// Multiplications of a part on the host, at most: about a tenth of a second on two cores. But it has 64 rows at least.
+static const double MOST_OF_PART = 2.5e9;
 
 // Multiplications for one row of the picture in work, in its longest pass.
 static double vision_row_work(const Vision *v) {
@@ -505,52 +512,40 @@ static void vision_rest(const Model *m, const VisionLayer *w, In *stream, int r,
     add_to_stream(stream, v->att, w->ffn_post_norm);
 }
 
-// Writes the embeddings of the columns and rows of n patches, from number r on, summed, (n, dim), to host memory.
-static void position_rows(const Vision *v, int r, int n, float *out) {
+// Puts the embeddings of the columns and rows of n patches, summed, (n, dim), to backend memory.
+static void upload_positions(const Model *m, int r, int n, float *dst) {
+    const Vision *v = m->vision;
     const Tensor *t = &v->positions;
     const size_t dim = (size_t)v->dim, row = gguf_row_size(t->type, dim);
     const uint8_t *columns = t->data, *rows = columns + (size_t)t->rows * row;
-    float *of_row = alloc_or_die(dim, sizeof *of_row);
+    float *out = v->host, *of_row = out + (size_t)n * dim;
     for (int i = r; i < r + n; i++, out += dim) {
         const int x = i % v->width, y = i / v->width;
         if (i == r || !x) gguf_dequantize((int)t->type, rows + (size_t)y * row, of_row, dim);
         gguf_dequantize((int)t->type, columns + (size_t)x * row, out, dim);
         for (size_t k = 0; k < dim; k++) out[k] += of_row[k];
     }
-    free(of_row);
-}
-
-// Puts the sums of the position embeddings of n patches to backend memory.
-static void upload_positions(const Model *m, int r, int n, float *dst) {
-    const size_t size = (size_t)n * (size_t)m->vision->dim;
-    float *rows = alloc_or_die(size, sizeof *rows);
-    position_rows(m->vision, r, n, rows);
-    m->ops->copy(&(Copy){ dst, rows, size * sizeof *rows, COPY_IN });
-    free(rows);
+    m->ops->copy(&(Copy){ dst, v->host, (size_t)n * dim * sizeof *dst, COPY_IN });
 }
 
 // Puts the values of n patches, from number r on, to v->patches: factor * (level / 255 - sub).
 static void upload_patches(const Model *m, int r, int n, float factor, float sub) {
     const Vision *v = m->vision;
     const size_t size = (size_t)n * (size_t)v->patch;
-    float *patches = alloc_or_die(size, sizeof *patches);
-    image_patches(v->rgb, v->width * v->side, v->side, r, n, patches);
-    for (size_t i = 0; i < size; i++) patches[i] = factor * (patches[i] - sub);
-    m->ops->copy(&(Copy){ v->patches, patches, size * sizeof *patches, COPY_IN });
-    free(patches);
+    image_patches(v->rgb, v->width * v->side, v->side, r, n, v->host);
+    for (size_t i = 0; i < size; i++) v->host[i] = factor * (v->host[i] - sub);
+    m->ops->copy(&(Copy){ v->patches, v->host, size * sizeof *v->host, COPY_IN });
 }
 
 // The stream of n patches before the first layer, from number r on.
 static void vision_embed(const Model *m, In *stream, int r, int n) {
     Vision *v = m->vision;
     const size_t at = (size_t)r * (size_t)v->dim;
-    int32_t *pos = alloc_or_die((size_t)n * 2, sizeof *pos);
     for (int i = 0; i < n; i++) {
-        pos[2 * i] = (r + i) % v->width;
-        pos[2 * i + 1] = (r + i) / v->width;
+        v->host_pos[2 * i] = (r + i) % v->width;
+        v->host_pos[2 * i + 1] = (r + i) / v->width;
     }
-    m->ops->copy(&(Copy){ v->pos + 2 * r, pos, (size_t)n * 2 * sizeof *pos, COPY_IN });
-    free(pos);
+    m->ops->copy(&(Copy){ v->pos + 2 * r, v->host_pos, (size_t)n * 2 * sizeof *v->pos, COPY_IN });
     upload_patches(m, r, n, 2, 0.5f);
     multiply(m, n, (In){ .x = v->patches, .scale = 1 }, &v->patch_embd, v->x[0] + at);
     upload_positions(m, r, n, v->att + at);
