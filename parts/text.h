@@ -403,28 +403,45 @@ static void verb_tokenize(const char *model, const char *text, size_t n, TokMode
     gguf_close(&g);
 }
 
-// gemma4 detokenize: writes the bytes of ids. It writes special tokens as their text.
+// The ids of a list in decimal, or if it does not begin as one, of a file as `tokenize -o` writes it. The caller frees
+// the result, which has *n ids, all of them below `vocab`. Dies on anything else.
+static int32_t *ids_of_list(const char *list, int vocab, int *n) {
+    const char *s = list + strspn(list, " \t\r\n");
+    if (*s && !strchr("0123456789+-", *s)) {
+        if (access(list, F_OK)) die("--ids: expected ids from 0 to %d or a file of them, got '%.40s'", vocab - 1, list);
+        int32_t *ids = read_id_file(list, n);
+        for (int i = 0; i < *n; i++)
+            if (ids[i] < 0 || ids[i] >= vocab)
+                die("--ids: %s: id %d: expected 0..%d, got %" PRId32, list, i, vocab - 1, ids[i]);
+        return ids;
+    }
+    int32_t *ids = alloc_or_die(strlen(s) / 2 + 1, sizeof *ids);
+    for (*n = 0; *s; s += strspn(s, " \t\r\n")) {
+        char *end;
+        errno = 0;
+        const long id = strtol(s, &end, 10);
+        if (end == s || errno || id < 0 || id >= vocab || !strchr(" \t\r\n", *end))
+            die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", *n + 1, vocab - 1,
+                min_int((int)strcspn(s, " \t\r\n"), 40), s);
+        ids[(*n)++] = (int32_t)id;
+        s = end;
+    }
+    return ids;
+}
+
+// gemma4 detokenize: prints the text of ids, special tokens as text too; nothing if one of them is wrong.
 static void verb_detokenize(const char *model, const char *list) {
     Gguf g;
     Tokenizer tok;
+    int n;
     open_tokenizer(&tok, &g, model);
-    for (int round = 0; round < 2; round++) {          // round 0 checks all ids, round 1 writes them
-        const char *s = list;
-        for (int i = 0; ; i++) {
-            s += strspn(s, " \t\r\n");
-            if (!*s) break;
-            char *end;
-            errno = 0;
-            const long id = strtol(s, &end, 10);
-            if (end == s || errno || id < 0 || id >= tok.n_tokens || !strchr(" \t\r\n", *end))
-                die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
-                    min_int((int)strcspn(s, " \t\r\n"), 40), s);
-            const TokStr piece = tok_piece(&tok, (int32_t)id, true);
-            if (round) fwrite(piece.s, 1, piece.n, stdout);
-            s = end;
-        }
+    int32_t *ids = ids_of_list(list, tok.n_tokens, &n);
+    for (int i = 0; i < n; i++) {
+        const TokStr piece = tok_piece(&tok, ids[i], true);
+        fwrite(piece.s, 1, piece.n, stdout);
     }
     flush_output();
+    free(ids);
     tok_free(&tok);
     gguf_close(&g);
 }

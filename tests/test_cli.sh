@@ -295,6 +295,11 @@ done
 run detokenize "$model" --ids "  "
 ok "detokenize of nothing: exits 0" [ "$status" -eq 0 ]
 ok "detokenize of nothing: nothing" size "$tmp/out" 0
+run tokenize "$model" -p "$(cat "$tmp/repaired.txt")" -o "$tmp/written.i32"
+run detokenize "$model" --ids "$tmp/written.i32"
+ok "detokenize: a file that tokenize -o wrote" [ "$status$(cat "$tmp/out")" = "0$(cat "$tmp/repaired.txt")" ]
+printf '\377\377\377\177' >"$tmp/high.i32"
+error "high.i32: id 0: expected 0.." detokenize "$model" --ids "$tmp/high.i32"
 for ids in x 1.5 "2 5x" -1 4096 99999999999999999999; do
     error --ids detokenize "$model" --ids "$ids"
 done
@@ -504,7 +509,7 @@ done
 error "missing.txt: No such file or directory" "$model" -f "$tmp/missing.txt"
 error folder.gguf "$model" -f "$tmp/folder.gguf"
 error text.gguf "$model" -p hi --dump "$tmp/text.gguf/dump"
-error text.gguf "$model" -p hi --dump "$tmp/text.gguf"
+error "expected a folder, got a file" "$model" -p hi --dump "$tmp/text.gguf"
 
 ids 2 4096 >"$tmp/big.i32"
 ids 2 -1 >"$tmp/negative.i32"
