@@ -122,7 +122,7 @@ static const Flag flags[] = {
       "the model's image tower, a GGUF file (mmproj); a folder: the tower in the model's own Hugging Face folder; "
       "default: with --image that one, else none" },
     { "--image-tokens", NULL, "70|140|280|560|1120", FLAG_CHOICE, GENERATE | SERVE | PLAN, FIELD(image_tokens), 0, 0,
-      "tokens that a picture gets at most; more show finer detail; default: 280, with serve also 1120 for detail: high" },
+      "tokens that a picture gets at most; more show finer detail; default: 280; with serve, 1120 for detail: high" },
     { "-sys", "--system --system-prompt", "TEXT", FLAG_TEXT, GENERATE | EVAL, FIELD(system), 0, 0,
       "system prompt; default: none" },
     { "-i", "--interactive -cnv --conversation", NULL, FLAG_ON, GENERATE, FIELD(interactive), 0, 0,
