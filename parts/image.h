@@ -83,8 +83,11 @@ static bool png_header(ImageFile *f) {
     if (f->n < 33 || memcmp(f->data + 8, "\0\0\0\rIHDR", 8))
         return image_fail(f, "PNG: damaged or truncated: no header");
     const uint32_t w = big_endian(f->data + 16, 4), h = big_endian(f->data + 20, 4);
-    f->w = w > INT_MAX ? 0 : (int)w;
-    f->h = h > INT_MAX ? 0 : (int)h;
+    if (w > INT_MAX || h > INT_MAX)
+        return image_fail(f, "PNG: expected 1 to %d million pixels, got %" PRIu32 " x %" PRIu32, MAX_PIXELS / 1000000,
+                          w, h);
+    f->w = (int)w;
+    f->h = (int)h;
     for (size_t at = 8; f->n - at >= 12; ) {
         const uint8_t *chunk = f->data + at;
         const size_t n = big_endian(chunk, 4);

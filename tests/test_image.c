@@ -189,6 +189,45 @@ static void test_png(void) {
             }
 }
 
+// Lines and columns; chunks before the pixels that are not read, whatever is in them; chunks that are not as they should be.
+static void test_png_chunks(void) {
+    static const char *const unread[] = { "iCCP", "zTXt", "iTXt", "tEXt", "gAMA", "tIME", "prIv" };
+    for (unsigned i = 0; i < 8; i++) {
+        const PngForm f = { i & 1 ? 1 : 150, i & 1 ? 150 : 1, 2, i & 2 ? 16 : 8, i & 4, false, 0, i };
+        Image want = { f.w, f.h, malloc(3 * 150) };
+        for (int p = 0; p < 3 * 150; p++) want.rgb[p] = png_level(&f, p / 3 % f.w, p / 3 / f.w, p % 3);
+        put_png(&f, &file);
+        CHECK(difference(&file, &want) == 0, "PNG of %d x %d, form %u: %s", f.w, f.h, i, err);
+        image_free(&want);
+    }
+    const PngForm form = { 20, 20, 2, 8, false, false, 0, 1 };
+    static Bytes whole, b;
+    put_png(&form, &whole);
+    Image want;
+    CHECK(decode(whole.p, whole.n, &want), "PNG: %s", err);
+    enum { HEAD = 33 };                                // the signature and IHDR
+    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
+        b.n = 0;
+        put(&b, whole.p, HEAD), put_chunk(&b, unread[i], "x\0\0\170\332\1\2\3\4\5\6\7", 12), put(&b, whole.p + HEAD, whole.n - HEAD);
+        CHECK(difference(&b, &want) == 0, "PNG with a damaged %s: %s", unread[i], err);
+    }
+    image_free(&want);
+    for (int k = 0; k < 4; k++) {
+        memcpy(&b, &whole, sizeof b);
+        memcpy(b.p + HEAD, k == 0 ? "\377\377\377\377" : k == 1 ? "\0\0\0\5" : k == 2 ? "\0\0\0\0" : "\0\0\4\0", 4);   // the length of IDAT
+        refuse(b.p, b.n, "a PNG whose chunk has another length", "PNG: ");
+    }
+    b.n = 0;
+    put(&b, whole.p, HEAD), put(&b, whole.p + 8, whole.n - 8);
+    refuse(b.p, b.n, "a PNG with two heads", "out of place");
+    b.n = 0;
+    put_ihdr(&b, 5, 5, 8, 3, false), put(&b, whole.p + HEAD, whole.n - HEAD);
+    refuse(b.p, b.n, "a PNG without its palette", "PLTE");
+    b.n = 0;
+    put_ihdr(&b, 20, 21, 8, 2, false), put(&b, whole.p + HEAD, whole.n - HEAD);
+    refuse(b.p, b.n, "a PNG with too few rows", "Not enough");
+}
+
 #ifdef USE_JPEG
 static void test_jpeg(void) {
     Image image = picture("smooth", 45, 37), grey = picture("smooth", 45, 37), got[4];
@@ -472,6 +511,7 @@ int main(int argc, char **argv) {
     test_ppm();
     test_refused();
     test_png();
+    if (png_here) test_png_chunks();
 #ifdef USE_JPEG
     jpeg_here = true;
     test_jpeg();
