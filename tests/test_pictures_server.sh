@@ -156,6 +156,12 @@ ask /v1/messages/count_tokens "$(one "$(url_of "$large"),$hi")"
 ok "a count needs the head of an image only" has "{\"input_tokens\":$((plain + 258))}"
 refused "an image that needs too much memory" "takes up to 183 MiB" $chat "$(one "$(url_of "$large")")"
 ok "nothing of these was computed" [ "$(computed)" = 6 ]
+
+# ---- the same pixels in another format: a grey PNG -------------------------------------
+png=iVBORw0KGgoAAAANSUhEUgAAABQAAAAKCAAAAACRPiE6AAAAEUlEQVR42mNMZMAETAxDWBAAWDcAdVyBtwoAAAAASUVORK5CYII=
+ask $chat "{\"messages\":[$(user "$(url_of "$png"),$hi")],$few}"
+if has "make again"; then skip "an image as PNG: this build has no libpng"
+else same "an image as PNG" content; fi
 stop
 
 # ---- another run: an idle conversation from its file; a model that does not see --------
