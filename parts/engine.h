@@ -342,6 +342,9 @@ typedef struct {              // rows of pictures that were computed, the newest
     size_t bytes;
 } RowCache;
 
+// Replaces n characters in base64 by the bytes that they stand for; line breaks are skipped. Returns how many bytes
+// there are; 0: it is not base64, or empty. Any thread.
+API size_t decode_base64(char *s, size_t n);
 // Appends ", " and the part of a message that is this picture, as in the OpenAI API; sets *w and *h to its size and *n
 // to its tokens. Returns false and writes one line to err if the file is no picture, or no tower is loaded.
 API bool picture_part(Model *m, TokStr file, TokText *parts, int *w, int *h, int *n, char *err, size_t err_size);

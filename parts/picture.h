@@ -8,8 +8,6 @@
 
 // ==== [1] The bytes of a picture =====================================================================================
 
-// Replaces n characters in base64 by the bytes that they stand for; line breaks are skipped. Returns how many bytes
-// there are; 0: it is not base64, or empty.
 static size_t decode_base64(char *s, size_t n) {
     static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     int8_t value[256];
