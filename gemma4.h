@@ -471,9 +471,9 @@ typedef struct {
     float          eps;
 } Rope2d;
 
-typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][h]) v[j][h], of all rows j
-    int          n_rows, n_heads, head_dim;
-    const float *q, *k, *v;          // (n_rows, n_heads * head_dim)
+typedef struct {                     // out[r][h] = sum_j softmax_j(scale * q[r][h] . k[j][h]) v[j][h], of all keys j
+    int          n_rows, n_keys, n_heads, head_dim;
+    const float *q, *k, *v;          // (n_rows or n_keys, n_heads * head_dim)
     float        scale;
     float       *out;                // (n_rows, n_heads * head_dim)
 } AttendAll;

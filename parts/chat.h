@@ -140,7 +140,7 @@ static int render(Chat *c, size_t first, size_t end, bool cue, TokIds *ids, Prom
     Tokenizer *t = session_tokenizer(c->s);
     int status = tok_chat(t, &chat, ids, NULL);
     if (!status && !read_pictures(session_model(c->s), t, &at, &in, &n_more, t->err, sizeof t->err)) status = -1;
-    if (!status) place_pictures(t, &at, ids, NULL, &in);
+    if (!status && !place_pictures(t, &at, ids, NULL, &in)) status = -1;
     tok_text_free(&shown);
     tok_pictures_free(&at);
     if (pictures) *pictures = in;

@@ -684,7 +684,7 @@ static void verb_serve(const Flags *f, const Ops *ops, ModelOptions o) {
     check_origins(&s);
     Server *srv = server_open(&s);
     o.n_seqs = (int)f->parallel;
-    o.image_most = o.projector ? 1120 : 0;                // detail: high
+    o.image_most = o.projector && !o.image_tokens ? MAX_IMAGE_TOKENS : 0;           // detail: high
     o.host_memory = s.cache_ram;
     s.drafting = drafting_of(f, ops, &o);
     o.penalties = o.bias = true;

@@ -1477,9 +1477,9 @@ static void attend_image_tiles(const void *task, int begin, int end) {         /
         for (int i = 0; i < IMAGE_QUERIES; i++) s.max[i] = -INFINITY;
         for (int i = 0; i < n; i++)
             for (int d = 0; d < hd; d++) s.q[d][i] = o->q[(size_t)(first + i) * stride + head + (size_t)d];
-        for (int j = 0; j < o->n_rows; j += IMAGE_KEYS) {
+        for (int j = 0; j < o->n_keys; j += IMAGE_KEYS) {
             const size_t at = (size_t)j * stride + head;
-            attend_image_keys(&s, o->k + at, o->v + at, stride, min_int(IMAGE_KEYS, o->n_rows - j), hd, o->scale);
+            attend_image_keys(&s, o->k + at, o->v + at, stride, min_int(IMAGE_KEYS, o->n_keys - j), hd, o->scale);
         }
         for (int i = 0; i < n; i++)
             for (int d = 0; d < hd; d++)

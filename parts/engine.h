@@ -319,7 +319,7 @@ API void score_prompt(Session *s, Model *scorer, const int32_t *ids, int n, int 
 // ==== [7] Pictures ==================================================================================================
 // From the parts of a message to a Prompt. tok_chat() says where pictures stand; read_pictures() reads their headers,
 // so a prompt can be counted, and with place_pictures() compared, before a picture is decoded; compute_pictures()
-// decodes and runs the tower, or decode_picture() and picture_rows() for one of them.
+// decodes and runs the tower, or decode_picture(), picture_begin() and picture_next() for one of them.
 
 typedef struct {              // a picture of a prompt
     uint64_t hash;            // of the bytes of its file, its number of tokens and the tower
@@ -327,6 +327,7 @@ typedef struct {              // a picture of a prompt
     size_t   memory;          // bytes that decode_picture() needs, at most
     TokText  file;            // those bytes, until it is decoded
     uint8_t *rgb;             // (h, w, 3) from then on, until its rows are computed; else NULL
+    float   *rows;            // (n, dim) room for these, while they are computed; else NULL
 } PictureFile;
 
 typedef struct {              // the pictures of a prompt, in the order of their places; start with {0}
@@ -341,6 +342,9 @@ typedef struct {              // rows of pictures that were computed, the newest
     size_t bytes;
 } RowCache;
 
+// Replaces n characters in base64 by the bytes that they stand for; line breaks are skipped. Returns how many bytes
+// there are; 0: it is not base64, or empty. Any thread.
+API size_t decode_base64(char *s, size_t n);
 // Appends ", " and the part of a message that is this picture, as in the OpenAI API; sets *w and *h to its size and *n
 // to its tokens. Returns false and writes one line to err if the file is no picture, or no tower is loaded.
 API bool picture_part(Model *m, const Tokenizer *t, TokStr file, TokText *parts, int *w, int *h, int *n, char *err,
@@ -352,14 +356,20 @@ API uint64_t tower_hash(Model *m);
 // and writes one line to err if one cannot be read; then *out is empty. Any thread.
 API bool read_pictures(Model *m, const Tokenizer *t, const TokPictures *at, PromptPictures *out, size_t *n_more,
                        char *err, size_t err_size);
-// Puts the ids of pictures to their places in the prompt; *before_cue, unless NULL, is moved with them. Any thread.
-API void place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue, PromptPictures *p);
+// Puts the ids of pictures to their places in the prompt; *before_cue, unless NULL, is moved with them. False: there is
+// no memory (t->err); the ids stay as they were. Any thread.
+API bool place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue, PromptPictures *p);
 // Finds the places of n pictures again in a prompt whose other ids have changed.
 API void find_pictures(const TokIds *ids, Picture *places, int n);
-// Decodes a picture, unless it is decoded, on this thread alone. False: err says why it cannot. Any thread.
+// Decodes a picture, unless it is decoded, on this thread alone. False: err says why it cannot; "out of memory" if that
+// is why, here and in the next ones. Any thread.
 API bool decode_picture(PictureFile *f, char *err, size_t err_size);
-// Decodes a picture, unless it is decoded, and runs the tower. Returns (n, dim) rows, or NULL: err says why it cannot.
-API float *picture_rows(Model *m, PictureFile *f, char *err, size_t err_size);
+// Begins to compute the rows of a picture, after decoding it if it is not; another one that is in work is given up.
+// False: err says why it cannot. f->rgb has to stay until the rows are there.
+API bool picture_begin(Model *m, PictureFile *f, char *err, size_t err_size);
+// Goes on with it until the time `until` (seconds()), as vision_next() does. Returns (n, dim) rows; NULL: there is more
+// to do.
+API float *picture_next(Model *m, PictureFile *f, double until);
 // Computes the rows of those pictures of a prompt (ids) that a session will not keep, if they are not known yet. They
 // stay until pictures_release(). Returns false and writes one line to err if it cannot, or if *stop is set meanwhile;
 // stop NULL: it is never set.
@@ -368,8 +378,9 @@ API bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptPict
 API void pictures_release(RowCache *c, PromptPictures *p);           // frees p; c may now forget its rows
 API void pictures_free(PromptPictures *p);             // of a prompt whose rows were not computed
 API const float *row_cache_pin(RowCache *c, uint64_t hash);          // rows, to be released; NULL: they are not known
-// Adds rows of this many bytes, pinned; drops the oldest ones that no prompt uses, if there are too many.
-API void row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes);
+// Adds rows of this many bytes, pinned; drops the oldest ones that no prompt uses, if there are too many. False: there
+// is no memory for the list.
+API bool row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes);
 API void row_cache_free(RowCache *c);
 
 // ==== [8] Lists of ids, texts, logits ===============================================================================

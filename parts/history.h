@@ -60,29 +60,15 @@ static bool is_plain(TokStr s) {
 
 // Appends the text of a file, in base64 after an optional "data:TYPE;base64,". False: it is no base64, or no text.
 static bool append_file(TokText *out, const GgufJson *v) {
-    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    TokText bytes = { 0 };
-    unsigned bits = 0;
-    int n_bits = 0;
     if (v->type != GGUF_J_STRING) return false;
     size_t n;
     char *s = copy_string(v, &n);
     if (!s) return false;
-    const char *comma = n > 5 && !memcmp(s, "data:", 5) ? memchr(s, ',', n) : NULL;
-    size_t i = comma ? (size_t)(comma - s) + 1 : 0;
-    for (const char *at; i < n && s[i] && (at = strchr(digits, s[i])); i++) {
-        bits = (bits << 6 | (unsigned)(at - digits)) & 0xffff;
-        n_bits += 6;
-        if (n_bits < 8) continue;
-        n_bits -= 8;
-        const char byte = (char)(bits >> n_bits);
-        append(&bytes, &byte, 1);
-    }
-    while (i < n && s[i] == '=') i++;
-    const bool ok = i == n && bytes.n && is_plain(text_of(&bytes));
-    if (ok) append(out, bytes.s, bytes.n);
+    char *comma = n > 5 && !memcmp(s, "data:", 5) ? memchr(s, ',', n) : NULL, *from = comma ? comma + 1 : s;
+    const size_t n_bytes = decode_base64(from, n - (size_t)(from - s));
+    const bool ok = n_bytes && is_plain((TokStr){ from, n_bytes });
+    if (ok) append(out, from, n_bytes);
     free(s);
-    tok_text_free(&bytes);
     return ok;
 }
 

@@ -83,8 +83,11 @@ static bool png_header(ImageFile *f) {
     if (f->n < 33 || memcmp(f->data + 8, "\0\0\0\rIHDR", 8))
         return image_fail(f, "PNG: damaged or truncated: no header");
     const uint32_t w = big_endian(f->data + 16, 4), h = big_endian(f->data + 20, 4);
-    f->w = w > INT_MAX ? 0 : (int)w;
-    f->h = h > INT_MAX ? 0 : (int)h;
+    if (w > INT_MAX || h > INT_MAX)
+        return image_fail(f, "PNG: expected 1 to %d million pixels, got %" PRIu32 " x %" PRIu32, MAX_PIXELS / 1000000,
+                          w, h);
+    f->w = (int)w;
+    f->h = (int)h;
     for (size_t at = 8; f->n - at >= 12; ) {
         const uint8_t *chunk = f->data + at;
         const size_t n = big_endian(chunk, 4);
@@ -516,13 +519,25 @@ static double cubic(double x) {
     return x < 2 ? ((a * x - 5 * a) * x + 8 * a) * x - 4 * a : 0;
 }
 
+static void free_resampler(Resampler *r) {
+    free(r->first);
+    free(r->n);
+    free(r->weights);
+}
+
 // shift is the largest for which the weights, rounded, fit 16 bits, at most 22. Equal sizes give weights of 1 and 0.
-static Resampler make_resampler(int n_in, int n_out) {
+// False: there is no memory.
+static bool make_resampler(int n_in, int n_out, Resampler *out) {
     const double scale = (double)n_in / n_out, reach = fmax(scale, 1), inverse = 1 / reach;
     const size_t stride = (size_t)ceil(2 * reach) * 2 + 1, n = (size_t)n_out;
-    Resampler r = { alloc_or_die(n, sizeof *r.first), alloc_or_die(n, sizeof *r.n),
-                    alloc_or_die(n * stride, sizeof *r.weights), (int)stride, 0 };
-    double *weights = alloc_or_die(n * stride, sizeof *weights), largest = 0;
+    Resampler r = { calloc(n, sizeof *r.first), calloc(n, sizeof *r.n), calloc(n * stride, sizeof *r.weights),
+                    (int)stride, 0 };
+    double *weights = calloc(n * stride, sizeof *weights), largest = 0;
+    *out = r;
+    if (!r.first || !r.n || !r.weights || !weights) {
+        free(weights);
+        return false;
+    }
     for (int i = 0; i < n_out; i++) {
         const double center = scale * (i + 0.5);
         const int first = max_int((int)(center - 2 * reach + 0.5), 0);
@@ -536,13 +551,8 @@ static Resampler make_resampler(int n_in, int n_out) {
     while (r.shift < 22 && (int)(0.5 + largest * (1 << (r.shift + 1))) < 1 << 15) r.shift++;
     for (size_t i = 0; i < n * stride; i++) r.weights[i] = (int16_t)round(weights[i] * (1 << r.shift));
     free(weights);
-    return r;
-}
-
-static void free_resampler(Resampler *r) {
-    free(r->first);
-    free(r->n);
-    free(r->weights);
+    *out = r;
+    return true;
 }
 
 static inline uint8_t clamp_level(int32_t sum, int shift) {
@@ -567,14 +577,19 @@ typedef struct {
     int w;                    // of the output
     Resampler across, down;
     uint8_t *out;
+    atomic_bool *failed;      // set if a thread finds no memory
 } ResizeTask;
 
 // Rows first .. end - 1 of the output: resamples the input's rows that they need, then combines these.
 static void resize_band(const ResizeTask *t, int first, int end) {
-    const int top = t->down.first[first], bottom = t->down.first[end - 1] + t->down.n[end - 1];
+    int top = t->down.first[first], bottom = t->down.first[end - 1] + t->down.n[end - 1];
     const size_t width = 3 * (size_t)t->w;
-    uint8_t *rows = alloc_or_die((size_t)(bottom - top), width);
-    int32_t *sums = alloc_or_die(width, sizeof *sums);
+    uint8_t *rows = malloc((size_t)(bottom - top) * width);
+    int32_t *sums = malloc(width * sizeof *sums);
+    if (!rows || !sums) {
+        atomic_store(t->failed, true);
+        bottom = top, end = first;
+    }
     for (int y = top; y < bottom; y++)
         resample_row(&t->across, t->in->rgb + 3 * (size_t)t->in->w * (size_t)y, t->w, rows + (size_t)(y - top) * width);
     for (int y = first; y < end; y++) {
@@ -596,26 +611,29 @@ static void resize_rows(const void *task, int first, int end) {
     for (; first < end; first += BAND) resize_band(task, first, min_int(first + BAND, end));
 }
 
-// Resamples a picture to w x h pixels: out (h, w, 3). alone: on this thread; else the caller has the thread pool. Dies
-// if memory runs out.
-static inline void image_resize(const Image *in, int w, int h, bool alone, uint8_t *out) {
-    ResizeTask t = { in, w, make_resampler(in->w, w), make_resampler(in->h, h), out };
-    if (alone) resize_rows(&t, 0, h);
-    else parallel(h, BAND, resize_rows, &t);
+// Resamples a picture to w x h pixels: out (h, w, 3). alone: on this thread; else the caller has the thread pool.
+// False: there is no memory.
+static inline bool image_resize(const Image *in, int w, int h, bool alone, uint8_t *out) {
+    atomic_bool failed = false;
+    ResizeTask t = { .in = in, .w = w, .out = out, .failed = &failed };
+    const bool ok = make_resampler(in->w, w, &t.across) && make_resampler(in->h, h, &t.down);
+    if (ok && alone) resize_rows(&t, 0, h);
+    else if (ok) parallel(h, BAND, resize_rows, &t);
     free_resampler(&t.across);
     free_resampler(&t.down);
+    return ok && !failed;
 }
 
-// Cuts a picture of w x h pixels, multiples of side, into patches: rgb (h, w, 3), out (h / side * w / side,
-// side * side * 3), patches row by row, in a patch the order y, x, channel, values 0 to 1.
-static inline void image_patches(const uint8_t *rgb, int w, int h, int side, float *out) {
+// Cuts a picture, w pixels wide, into patches of side x side pixels, row by row, and writes n of them, from number
+// `first` on: rgb (h, w, 3), out (n, side * side * 3), in a patch the order y, x, channel, values 0 to 1.
+static inline void image_patches(const uint8_t *rgb, int w, int side, int first, int n, float *out) {
     const size_t width = 3 * (size_t)w, length = 3 * (size_t)side;
-    for (int py = 0; py < h; py += side)
-        for (size_t at = 0; at < width; at += length)
-            for (int y = py; y < py + side; y++) {
-                const uint8_t *from = rgb + (size_t)y * width + at;
-                for (size_t i = 0; i < length; i++) *out++ = (float)from[i] * (float)(1.0 / 255);
-            }
+    const int columns = w / side;
+    for (int k = first; k < first + n; k++) {
+        const uint8_t *from = rgb + (size_t)(k / columns * side) * width + (size_t)(k % columns) * length;
+        for (int y = 0; y < side; y++, from += width)
+            for (size_t i = 0; i < length; i++) *out++ = (float)from[i] * (float)(1.0 / 255);
+    }
 }
 
 #endif

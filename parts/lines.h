@@ -8,6 +8,8 @@
 #include <glob.h>
 #include <langinfo.h>
 #include <locale.h>
+#include <poll.h>
+#include <sys/ioctl.h>
 #include <termios.h>
 #include <wchar.h>
 #ifndef GLOB_TILDE
@@ -228,6 +230,14 @@ static void begin_keys(void) {
     t.c_cc[VQUIT] = _POSIX_VDISABLE;
     tcsetattr(0, TCSADRAIN, &t);
     show_bytes(&(TokText){ .s = (char[]){ "\033[?2004h" }, .n = 8 });
+}
+
+// Takes a Ctrl-D that was typed, with nothing before it, while the driver edited lines: as a key it would be a zero.
+static bool take_early_end(void) {
+    struct pollfd p = { .fd = 0, .events = POLLIN };
+    char none;
+    int n;
+    return poll(&p, 1, 0) == 1 && !ioctl(0, FIONREAD, &n) && !n && read(0, &none, 1) == 0;
 }
 
 static void end_keys(void) {
@@ -620,6 +630,7 @@ static LineKind edit_line(const char *prompt, const sigset_t *unblocked, TokText
 // ==== [6] Lines and messages =========================================================================================
 
 static bool edits_lines;                               // standard input and error are a terminal that can do it
+static bool early_end;                                 // Ctrl-D was typed before the first line
 
 // Reads a line that is not edited here. Bytes after its end are kept for the next line.
 static LineKind take_line(const sigset_t *unblocked, TokText *line) {
@@ -647,7 +658,11 @@ static LineKind read_line(const char *prompt, TokText *line) {
     sigprocmask(SIG_BLOCK, &blocked, &before);
     interrupted = 0;
     fflush(stderr);
-    if (edits_lines) {
+    if (early_end) {
+        early_end = false;
+        fputs(prompt, stderr);
+        kind = LINE_END;
+    } else if (edits_lines) {
         kind = edit_line(prompt, &before, line);
     } else {
         const bool changed = set_driver_utf8(true);
@@ -667,6 +682,7 @@ static void open_lines(const char *path, const char *(*words)(size_t i)) {
     edits_lines = utf8 && isatty(0) && obeys_escapes(2) && !tcgetattr(0, &usual);
     completed_word = words;
     if (edits_lines) {
+        early_end = take_early_end();
         restore_terminal = end_keys;
         atexit(end_keys);
         begin_keys();

@@ -310,7 +310,7 @@ static bool add_pictures(Exchange *x, const TokPictures *at, size_t most, size_t
                               (size_t)f->n * (size_t)model_shape(x->srv->m).dim * sizeof(float);
     }
     if (!more_work(x, 8 * n)) return false;
-    place_pictures(&x->t, at, &job->ids, before_cue, &job->pictures);
+    if (!place_pictures(&x->t, at, &job->ids, before_cue, &job->pictures)) return refuse_starved(&x->fault);
     return true;
 }
 

@@ -8,30 +8,24 @@
 
 // ==== [1] The bytes of a picture =====================================================================================
 
-// Appends the bytes of a text in base64; line breaks are skipped. False: it is not base64, or there are none.
-static bool decode_base64(TokStr text, TokText *out) {
+static size_t decode_base64(char *s, size_t n) {
     static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    const size_t before = out->n;
     int8_t value[256];
     uint32_t bits = 0;
     int n_bits = 0;
-    size_t i = 0;
+    size_t i = 0, n_bytes = 0;
     memset(value, -1, sizeof value);
     for (int d = 0; d < 64; d++) value[(uint8_t)digits[d]] = (int8_t)d;
-    char *bytes = alloc_or_die(text.n / 4 * 3 + 3, 1);
-    size_t n = 0;
-    for (; i < text.n && text.s[i] != '='; i++) {
-        const int d = value[(uint8_t)text.s[i]];
-        if (text.s[i] == '\n' || text.s[i] == '\r') continue;
-        if (d < 0) break;
+    for (; i < n && s[i] != '='; i++) {
+        const int d = value[(uint8_t)s[i]];
+        if (s[i] == '\n' || s[i] == '\r') continue;
+        if (d < 0) return 0;
         bits = bits << 6 | (uint32_t)d;
         n_bits += 6;
-        if (n_bits >= 8) bytes[n++] = (char)(bits >> (n_bits -= 8));
+        if (n_bits >= 8) s[n_bytes++] = (char)(bits >> (n_bits -= 8));
     }
-    while (i < text.n && strchr("=\r\n", text.s[i])) i++;
-    const bool ok = i == text.n && n && tok_text_append(out, bytes, n);
-    free(bytes);
-    return ok && out->n > before;
+    while (i < n && (s[i] == '=' || s[i] == '\n' || s[i] == '\r')) i++;
+    return i == n ? n_bytes : 0;
 }
 
 static void encode_base64(const uint8_t *data, size_t n, TokText *out) {
@@ -44,6 +38,12 @@ static void encode_base64(const uint8_t *data, size_t n, TokText *out) {
                                more > 2 ? digits[x & 63] : '=' };
         if (!tok_text_append(out, four, 4)) die("out of memory for a picture of %zu bytes", n);
     }
+}
+
+// The words by which the server knows that it is not the request's fault.
+static bool no_memory(char *err, size_t err_size) {
+    snprintf(err, err_size, "out of memory for a picture");
+    return false;
 }
 
 // Where the text of a picture's file is in a part of a message: {type: image_url, image_url: {url}} or {image_url: url}
@@ -59,7 +59,7 @@ static bool picture_text(const GgufJson *part, GgufJson *text) {
 static int picture_most(const Model *m, const GgufJson *part) {
     GgufJson inner, v = { 0 };
     if (gguf_json_get(part, "image_url", &inner) && inner.type == GGUF_J_OBJECT) gguf_json_get(&inner, "detail", &v);
-    return gguf_json_is(&v, "low") ? 70 : gguf_json_is(&v, "high") ? 1120 : m->vision->usual_tokens;
+    return gguf_json_is(&v, "low") ? 70 : gguf_json_is(&v, "high") ? MAX_IMAGE_TOKENS : m->vision->usual_tokens;
 }
 
 // Reads the bytes of a picture's file from a part of a message. Returns false and writes one line to err if there are
@@ -70,14 +70,17 @@ static bool picture_bytes(const GgufJson *part, TokText *out, char *err, size_t 
         snprintf(err, err_size, "an image: expected {\"type\": \"image_url\", \"image_url\": {\"url\": \"data:..\"}}");
         return false;
     }
-    char *url = alloc_or_die(text.n + 1, 1);
+    char *url = malloc(text.n + 1);
+    if (!url) return no_memory(err, err_size);
     const size_t n = gguf_json_string(&text, url);
-    const bool is_data = n > 5 && !memcmp(url, "data:", 5);
-    const char *comma = is_data ? memchr(url, ',', n) : NULL, *from = comma ? comma + 1 : url;
-    const bool ok = (comma || !memchr(url, ':', n)) && decode_base64((TokStr){ from, n - (size_t)(from - url) }, out);
-    if (!ok && !is_data && memchr(url, ':', n))
+    const bool is_data = n > 5 && !memcmp(url, "data:", 5), is_address = !is_data && memchr(url, ':', n);
+    char *comma = is_data ? memchr(url, ',', n) : NULL, *from = comma ? comma + 1 : url;
+    if (is_address)
         snprintf(err, err_size, "an image: expected base64, got the address %.60s; addresses are not opened", url);
-    else if (!ok) snprintf(err, err_size, "an image: expected its data in base64, got other text");
+    const size_t n_bytes = is_address || (is_data && !comma) ? 0 : decode_base64(from, n - (size_t)(from - url));
+    bool ok = n_bytes;
+    if (!ok && !is_address) snprintf(err, err_size, "an image: expected its data in base64, got other text");
+    if (ok && !tok_text_append(out, from, n_bytes)) ok = no_memory(err, err_size);
     free(url);
     return ok;
 }
@@ -127,6 +130,7 @@ static void pictures_free(PromptPictures *p) {
     for (int i = 0; i < p->n; i++) {
         tok_text_free(&p->files[i].file);
         free(p->files[i].rgb);
+        free(p->files[i].rows);
     }
     free(p->places);
     free(p->files);
@@ -160,8 +164,12 @@ static bool read_pictures(Model *m, const Tokenizer *t, const TokPictures *at, P
     *n_more = 0;
     if (!at->n) return true;
     if (!has_tower(m, err, err_size)) return false;
-    out->places = alloc_or_die(at->n, sizeof *out->places);
-    out->files = alloc_or_die(at->n, sizeof *out->files);
+    out->places = calloc(at->n, sizeof *out->places);
+    out->files = calloc(at->n, sizeof *out->files);
+    if (!out->places || !out->files) {
+        pictures_free(out);
+        return no_memory(err, err_size);
+    }
     for (size_t k = 0; k < at->n; k++) {
         PictureFile *f = &out->files[out->n++];
         if (!read_picture(m, at->of[k].part, f, err, err_size)) {
@@ -173,23 +181,25 @@ static bool read_pictures(Model *m, const Tokenizer *t, const TokPictures *at, P
     return true;
 }
 
-static void place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue, PromptPictures *p) {
+static bool place_pictures(Tokenizer *t, const TokPictures *at, TokIds *ids, size_t *before_cue, PromptPictures *p) {
     TokIds all = { 0 };
     size_t from = 0, cue = before_cue ? *before_cue : 0;
-    if (!p->n) return;
-    for (size_t k = 0; k < at->n; k++) {
+    bool ok = true;
+    if (!p->n) return true;
+    for (size_t k = 0; k < at->n && ok; k++) {
         const PictureFile *f = &p->files[k];
-        while (from < at->of[k].at) push_id(t, &all, ids->ids[from++]);
-        if (t->image_open >= 0) push_id(t, &all, t->image_open);
+        while (ok && from < at->of[k].at) ok = tok_push_id(t, &all, ids->ids[from++]) == 0;
+        if (t->image_open >= 0) ok = ok && tok_push_id(t, &all, t->image_open) == 0;
         p->places[k] = (Picture){ .first = (int)all.n, .n = f->n };
-        for (int i = 0; i < f->n; i++) push_id(t, &all, picture_id(f->hash, i));
-        if (t->image_close >= 0) push_id(t, &all, t->image_close);
+        for (int i = 0; ok && i < f->n; i++) ok = tok_push_id(t, &all, picture_id(f->hash, i)) == 0;
+        if (t->image_close >= 0) ok = ok && tok_push_id(t, &all, t->image_close) == 0;
         if (before_cue && at->of[k].at < cue) *before_cue += (size_t)(f->n + picture_markers(t)) - 1;
         from++;                                        // the placeholder
     }
-    while (from < ids->n) push_id(t, &all, ids->ids[from++]);
-    tok_ids_free(ids);
-    *ids = all;
+    while (ok && from < ids->n) ok = tok_push_id(t, &all, ids->ids[from++]) == 0;
+    tok_ids_free(ok ? ids : &all);
+    if (ok) *ids = all;
+    return ok;
 }
 
 static void find_pictures(const TokIds *ids, Picture *places, int n) {
@@ -222,17 +232,19 @@ static void row_cache_free(RowCache *c) {
     *c = (RowCache){ 0 };
 }
 
-static void row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes) {
+static bool row_cache_add(RowCache *c, uint64_t hash, float *rows, size_t bytes) {
     for (int i = 0; i < c->n; )
         if (!c->of[i].pins && c->bytes + bytes > ROW_CACHE_BYTES) row_cache_drop(c, i);
         else i++;
     if (c->n == c->room) {
+        KnownRows *of = realloc(c->of, (size_t)(2 * c->room + 8) * sizeof *of);
+        if (!of) return false;
+        c->of = of;
         c->room = 2 * c->room + 8;
-        c->of = realloc(c->of, (size_t)c->room * sizeof *c->of);
-        if (!c->of) die("out of memory for %d pictures", c->room);
     }
     c->of[c->n++] = (KnownRows){ hash, rows, bytes, 1 };
     c->bytes += bytes;
+    return true;
 }
 
 static const float *row_cache_pin(RowCache *c, uint64_t hash) {
@@ -250,26 +262,37 @@ static bool decode_with(PictureFile *f, bool alone, char *err, size_t err_size) 
     Image image;
     if (f->rgb) return true;
     if (!image_decode(f->file.s, f->file.n, &image, err, err_size)) return false;
-    f->rgb = alloc_or_die((size_t)f->w * (size_t)f->h * 3, 1);
-    image_resize(&image, f->w, f->h, alone, f->rgb);
+    f->rgb = malloc((size_t)f->w * (size_t)f->h * 3);
+    const bool ok = f->rgb && image_resize(&image, f->w, f->h, alone, f->rgb);
     image_free(&image);
+    if (!ok) {
+        free(f->rgb);
+        f->rgb = NULL;
+        return no_memory(err, err_size);
+    }
     tok_text_free(&f->file);
     return true;
 }
 
 static bool decode_picture(PictureFile *f, char *err, size_t err_size) { return decode_with(f, true, err, err_size); }
 
-static float *picture_rows(Model *m, PictureFile *f, char *err, size_t err_size) {
-    if (!decode_with(f, false, err, err_size)) return NULL;
-    float *rows = alloc_or_die((size_t)f->n * (size_t)m->config.dim, sizeof *rows);
-    const int n = vision_rows(m->vision, f->rgb, f->w, f->h, rows);
+static bool picture_begin(Model *m, PictureFile *f, char *err, size_t err_size) {
+    if (!decode_with(f, false, err, err_size)) return false;
+    if (!f->rows) f->rows = malloc((size_t)f->n * (size_t)m->config.dim * sizeof *f->rows);
+    if (!f->rows) return no_memory(err, err_size);
+    if (vision_begin(m->vision, f->rgb, f->w, f->h)) return true;
+    snprintf(err, err_size, "an image of %d x %d pixels: the tower has no positions for so many", f->w, f->h);
+    return false;
+}
+
+static float *picture_next(Model *m, PictureFile *f, double until) {
+    float *rows = f->rows;
+    if (!vision_next(m->vision, until)) return NULL;
+    vision_soft(m->vision, rows);
     free(f->rgb);
     f->rgb = NULL;
-    if (n == f->n) return rows;
-    if (n == STOPPED) snprintf(err, err_size, "cancelled");
-    else snprintf(err, err_size, "an image of %d x %d pixels: the tower has no positions for so many", f->w, f->h);
-    free(rows);
-    return NULL;
+    f->rows = NULL;
+    return rows;
 }
 
 static void pictures_release(RowCache *c, PromptPictures *p) {
@@ -287,11 +310,18 @@ static bool compute_pictures(Session *s, RowCache *c, const TokIds *ids, PromptP
         if (p->places[k].first < kept) continue;
         p->places[k].rows = row_cache_pin(c, f->hash);
         if (p->places[k].rows) continue;
+        if (!picture_begin(m, f, err, err_size)) return false;
         m->stop = stop;
-        float *rows = picture_rows(m, f, err, err_size);
+        float *rows = picture_next(m, f, INFINITY);
         m->stop = NULL;
-        if (!rows) return false;
-        row_cache_add(c, f->hash, rows, (size_t)f->n * (size_t)m->config.dim * sizeof *rows);
+        if (!rows) {
+            snprintf(err, err_size, "cancelled");
+            return false;
+        }
+        if (!row_cache_add(c, f->hash, rows, (size_t)f->n * (size_t)m->config.dim * sizeof *rows)) {
+            free(rows);
+            return no_memory(err, err_size);
+        }
         p->places[k].rows = rows;
     }
     return true;

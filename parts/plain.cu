@@ -1293,9 +1293,9 @@ static void plain_rope_2d(const Rope2d *o) {
     launch("rope_2d", dim3(o->n_rows, 3 * o->n_heads), WARP, rope_2d_kernel, *o);
 }
 
-// attend_all: out[r][h] = sum over all rows j of softmax_j(scale * q[r][h] . k[j][h]) v[j][h]
-//   shapes    q, k, v, out (n_rows, n_heads, head_dim)
-//   launch    grid (n_heads, n_rows), block 256: one head of one row; warp w takes the rows j with j mod 8 = w
+// attend_all: out[r][h] = sum over all keys j of softmax_j(scale * q[r][h] . k[j][h]) v[j][h]
+//   shapes    q, out (n_rows, n_heads, head_dim), k, v (n_keys, n_heads, head_dim)
+//   launch    grid (n_heads, n_rows), block 256: one head of one row; warp w takes the keys j with j mod 8 = w
 //   traffic   reads all rows of k and v once for each head of q and each row
 //   numerics  f32, as attend
 //   see       ref_attend_all
@@ -1308,7 +1308,7 @@ static __global__ void attend_all_kernel(AttendAll o) {
     float q[N], k[N], v[N];
     Softmax<N> x = { -INFINITY };
     for (int m = 0; m < N; m++) q[m] = lane + WARP * m < hd ? o.q[row + lane + WARP * m] : 0;
-    for (int j = warp; j < o.n_rows; j += WARPS) {
+    for (int j = warp; j < o.n_keys; j += WARPS) {
         for (int m = 0; m < N; m++) {
             const int i = lane + WARP * m;
             k[m] = i < hd ? o.k[j * stride + head + i] : 0;

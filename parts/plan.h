@@ -539,8 +539,11 @@ static void plan_model(Model *m, const char *path, const Ops *ops, ModelOptions 
     m->result = alloc_or_die(1, sizeof *m->result);
     m->pace = alloc_or_die(1, sizeof *m->pace);
     open_model_file(&m->gguf, path, o.projector && !*o.projector);
-    if (dump_dir && *dump_dir && ((mkdir(dump_dir, 0777) && errno != EEXIST) || access(dump_dir, W_OK | X_OK)))
-        die("--dump: %s: %s", dump_dir, strerror(errno));
+    struct stat st;
+    if (dump_dir && *dump_dir && mkdir(dump_dir, 0777) && errno == EEXIST && !stat(dump_dir, &st) &&
+        !S_ISDIR(st.st_mode))
+        die("--dump: %s: expected a folder, got a file; try another name", dump_dir);
+    if (dump_dir && *dump_dir && access(dump_dir, W_OK | X_OK)) die("--dump: %s: %s", dump_dir, strerror(errno));
     load_config(&m->config, &m->gguf);
     const GgufKv *repeat = gguf_find_kv(&m->gguf, "general.sampling.penalty_repeat");
     o.penalties |= repeat && !number_is(&m->gguf, repeat, 1, 1);       // the file's default is a penalty

@@ -700,8 +700,8 @@ static void ref_attend_all(const AttendAll *o) {
         for (int h = 0; h < o->n_heads; h++) {
             const float *q = o->q + r * stride + h * hd, *k = o->k + h * hd, *v = o->v + h * hd;
             double out[MAX_IMAGE_HEAD_DIM] = { 0 }, largest = -INFINITY, sum = 0;
-            for (int j = 0; j < o->n_rows; j++) largest = fmax(largest, o->scale * ref_dot(q, k + j * stride, hd));
-            for (int j = 0; j < o->n_rows; j++) {
+            for (int j = 0; j < o->n_keys; j++) largest = fmax(largest, o->scale * ref_dot(q, k + j * stride, hd));
+            for (int j = 0; j < o->n_keys; j++) {
                 const double p = exp(o->scale * ref_dot(q, k + j * stride, hd) - largest);
                 sum += p;
                 for (int i = 0; i < hd; i++) out[i] += p * v[j * stride + i];

@@ -188,6 +188,7 @@ typedef struct {
     int             n_replays;         // since the start
     Recent          items, responses;  // of /v1/responses, by their ids
     RowCache        rows;              // of pictures: clients send all of a conversation again in each turn
+    Slot           *seeing;            // whose picture is in the tower; NULL: none is
     bool            sees;              // an image tower is loaded
     uint64_t        unknown[128];      // hashes of unknown fields of requests that the log has named
     int             n_unknown;
@@ -434,7 +435,7 @@ static void take_held(Server *srv, const Session *s, Job *job) {
 static void begin_answer(Server *srv, Slot *slot) {
     Job *job = slot->job;
     const PromptPictures *pictures = &job->lead->pictures;
-    for (int k = 0; k < pictures->n; k++) job->places[k].rows = pictures->places[k].rows;
+    for (int k = 0; k < pictures->n && job->places; k++) job->places[k].rows = pictures->places[k].rows;
     const Prompt p = { .ids = job->ids.ids, .n = (int)job->ids.n, .checkpoint_at = job->checkpoint_at,
                        .n_original = job->n_original, .score_seconds = job->score_seconds, .pictures = job->places,
                        .n_pictures = pictures->n };
@@ -550,7 +551,11 @@ static void compress_job(Server *srv, Session *s, Job *job) {
 static void place_again(Job *job) {
     const PromptPictures *p = &job->lead->pictures;
     if (!p->n) return;
-    job->places = alloc_or_die((size_t)p->n, sizeof *job->places);
+    job->places = calloc((size_t)p->n, sizeof *job->places);
+    if (!job->places) {
+        refuse_starved(&job->fault);
+        return;
+    }
     memcpy(job->places, p->places, (size_t)p->n * sizeof *job->places);
     find_pictures(&job->ids, job->places, p->n);
 }
@@ -614,16 +619,22 @@ typedef enum { ROUND_OTHER, ROUND_PLAIN, ROUND_SHARED } Round;       // PLAIN: o
 // True if the tokens of the slot's prompt are still to get their probabilities, before the answer begins.
 static bool is_scoring(const Slot *slot) { return slot->job && slot->job->scores && !slot->job->started; }
 
+static bool has_answers(const Server *srv) {           // under way, after their prompts
+    bool answers = false;
+    for (int i = 0; i < n_slots(srv); i++) {
+        const SessionState state = session_state(srv->slots[i].s);
+        answers |= state.running && !state.prompting;
+    }
+    return answers;
+}
+
 // Chooses the sessions of the next round. Returns their number, and sets *round to the kind of the round. If there are
 // several long prompts, only one of them runs.
 static int pick(Server *srv, Session **sessions, Slot **slots, Round *round) {
     const int n_seqs = n_slots(srv), after = srv->last_prompt, paused = model_paused(srv->m);
-    bool long_one = false, answers = false;
+    bool long_one = false;
     int n = 0;
-    for (int i = 0; i < n_seqs; i++) {
-        const SessionState state = session_state(srv->slots[i].s);
-        answers |= state.running && !state.prompting;
-    }
+    const bool answers = has_answers(srv);
     const bool looks = answers && share_looks(&srv->share);
     const int chunk = answers && srv->by_rows ? (int)srv->share.amount : srv->chunk;
     *round = answers ? ROUND_PLAIN : ROUND_OTHER;
@@ -735,13 +746,18 @@ static void run_scoring(Server *srv, Slot *slot, bool stop) {
 }
 
 // ---- pictures ----
-// A picture is decoded on the thread of its connection (exchange.h) and goes through the tower here, one in a round, so
-// that other answers wait for one picture at most. Its rows are kept for later prompts. Those that the session holds
-// need not be computed. When all rows are there, the answer begins.
+// A picture is decoded on the thread of its connection (exchange.h) and goes through the tower here, one after the
+// other, a part in each round: so other answers go on meanwhile, and a picture is given up when its client leaves. Its
+// rows are kept for later prompts. Those that the session holds need not be computed. When all rows are there, the
+// answer begins.
 
-// The slot whose job has waited longest for the rows of its pictures; NULL: none waits.
+enum { TOWER_MS = 100 };      // of a round without answers
+
+// The slot whose picture is in the tower; else the one whose job has waited longest for the rows of its pictures; NULL:
+// none waits.
 static Slot *next_seeing(Server *srv) {
-    Slot *best = NULL;
+    Slot *best = srv->seeing;
+    if (best) return best;
     for (int i = 0; i < n_slots(srv); i++) {
         Slot *slot = &srv->slots[i];
         const bool sees = slot->job && !slot->job->started && slot->job->places;
@@ -750,34 +766,48 @@ static Slot *next_seeing(Server *srv) {
     return best;
 }
 
-static const float *rows_of(Server *srv, PictureFile *f, char *err, size_t err_size) {
+// Goes on with the rows of the picture of a slot's job. Returns them if they are there. While answers are under way, a
+// round may take SHARE_MOST times as long as without.
+static const float *rows_of(Server *srv, Slot *slot, PictureFile *f) {
+    char err[300];
     pthread_mutex_lock(&srv->lock);
-    const float *known = row_cache_pin(&srv->rows, f->hash);
+    const float *known = srv->seeing ? NULL : row_cache_pin(&srv->rows, f->hash);
     pthread_mutex_unlock(&srv->lock);
     if (known) return known;
-    float *rows = picture_rows(srv->m, f, err, err_size);
+    if (!srv->seeing && !picture_begin(srv->m, f, err, sizeof err)) {
+        if (strstr(err, "out of memory")) refuse_starved(&slot->job->fault);
+        else refuse(&slot->job->fault, 400, "messages", "%s", err);
+        return NULL;
+    }
+    srv->seeing = slot;
+    const double most = has_answers(srv) ? (SHARE_MOST - 1) * srv->share.plain : TOWER_MS / 1e3;
+    float *rows = picture_next(srv->m, f, seconds() + most);
+    if (!rows) return NULL;
+    srv->seeing = NULL;
     pthread_mutex_lock(&srv->lock);
-    srv->totals.pictures += rows != NULL;
-    if (rows) row_cache_add(&srv->rows, f->hash, rows, (size_t)f->n * (size_t)model_shape(srv->m).dim * sizeof *rows);
+    srv->totals.pictures++;
+    if (!row_cache_add(&srv->rows, f->hash, rows, (size_t)f->n * (size_t)model_shape(srv->m).dim * sizeof *rows)) {
+        refuse_starved(&slot->job->fault);
+        free(rows);
+        rows = NULL;
+    }
     pthread_mutex_unlock(&srv->lock);
     return rows;
 }
 
-// Gets the rows of the next picture of a job; after the last one, or if it has to stop, the answer begins.
+// Goes on with the next picture of a job; after the last one, or if it has to stop, the answer begins.
 static void run_tower(Server *srv, Slot *slot, bool stop) {
     Job *job = slot->job;
     PromptPictures *p = &job->lead->pictures;
     const int kept = session_keeps(slot->s, job->ids.ids, (int)job->ids.n);
-    char err[300];
     int k = 0;
     while (k < p->n && (p->places[k].rows || job->places[k].first < kept)) k++;
-    if (stop || job->gone) refuse(&job->fault, 503, "", "the answer did not begin in time");
-    if (k < p->n && !job->fault.status) {
-        const float *rows = rows_of(srv, &p->files[k], err, sizeof err);
-        p->places[k].rows = rows;
-        if (!rows) refuse(&job->fault, 400, "messages", "%s", err);
-    }
-    if (k >= p->n || job->fault.status) begin_answer(srv, slot);
+    if (job->gone) refuse(&job->fault, CLIENT_LEFT, "", "the client closed the connection");
+    if (stop) refuse(&job->fault, 503, "", "the answer did not begin in time");
+    if (k < p->n && !job->fault.status) p->places[k].rows = rows_of(srv, slot, &p->files[k]);
+    if (k < p->n && !job->fault.status) return;
+    srv->seeing = NULL;
+    begin_answer(srv, slot);
 }
 
 // Remembers the tokens of the answer's last call. The caller holds the lock.

@@ -238,6 +238,11 @@ static void print_model(Model *m) {
 }
 
 // Prints model, plan and device to stderr.
+static const char *layers_of_tower(const Vision *v, char out[64]) {
+    snprintf(out, 64, v->embedder ? "one matrix, no layers (gemma4uv)" : "%d layers", v->n_layers);
+    return out;
+}
+
 static void print_plan(Model *m) {
     const Config *c = &m->config;
     const double mib = 1 << 20;
@@ -268,10 +273,12 @@ static void print_plan(Model *m) {
                 gguf_type_name(d->weights.layer[0].attn_q.type), d->weights_uploaded ? "" : ", not loaded yet",
                 (double)m->plan.drafter / mib);
     const Vision *tower = m->vision;
+    char layers[64];
     if (tower)
-        fprintf(stderr, "# image tower: %s: %d layers, width %d, weights %.1f MiB (%s), pictures of up to %d tokens; "
-                "plan: %.1f MiB\n", tower->gguf.path, tower->n_layers, tower->dim, (double)tower->binder.bytes / mib,
-                gguf_type_name(tower->projection.type), tower->max_tokens, (double)m->plan.vision / mib);
+        fprintf(stderr, "# image tower: %s: %s, width %d, weights %.1f MiB (%s), pictures of up to %d tokens; "
+                "plan: %.1f MiB\n", tower->gguf.path, layers_of_tower(tower, layers), tower->dim,
+                (double)tower->binder.bytes / mib, gguf_type_name(tower->projection.type), tower->max_tokens,
+                (double)m->plan.vision / mib);
     fprintf(stderr, "# backend: %s%s, %d thread%s\n", m->ops->name, backend_note(m), count_threads(),
             count_threads() == 1 ? "" : "s");
     print_card(stderr, "# card: ", m->ops);
@@ -396,28 +403,45 @@ static void verb_tokenize(const char *model, const char *text, size_t n, TokMode
     gguf_close(&g);
 }
 
-// gemma4 detokenize: writes the bytes of ids. It writes special tokens as their text.
+// The ids of a list in decimal, or if it does not begin as one, of a file as `tokenize -o` writes it. The caller frees
+// the result, which has *n ids, all of them below `vocab`. Dies on anything else.
+static int32_t *ids_of_list(const char *list, int vocab, int *n) {
+    const char *s = list + strspn(list, " \t\r\n");
+    if (*s && !strchr("0123456789+-", *s)) {
+        if (access(list, F_OK)) die("--ids: expected ids from 0 to %d or a file of them, got '%.40s'", vocab - 1, list);
+        int32_t *ids = read_id_file(list, n);
+        for (int i = 0; i < *n; i++)
+            if (ids[i] < 0 || ids[i] >= vocab)
+                die("--ids: %s: id %d: expected 0..%d, got %" PRId32, list, i, vocab - 1, ids[i]);
+        return ids;
+    }
+    int32_t *ids = alloc_or_die(strlen(s) / 2 + 1, sizeof *ids);
+    for (*n = 0; *s; s += strspn(s, " \t\r\n")) {
+        char *end;
+        errno = 0;
+        const long id = strtol(s, &end, 10);
+        if (end == s || errno || id < 0 || id >= vocab || !strchr(" \t\r\n", *end))
+            die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", *n + 1, vocab - 1,
+                min_int((int)strcspn(s, " \t\r\n"), 40), s);
+        ids[(*n)++] = (int32_t)id;
+        s = end;
+    }
+    return ids;
+}
+
+// gemma4 detokenize: prints the text of ids, special tokens as text too; nothing if one of them is wrong.
 static void verb_detokenize(const char *model, const char *list) {
     Gguf g;
     Tokenizer tok;
+    int n;
     open_tokenizer(&tok, &g, model);
-    for (int round = 0; round < 2; round++) {          // round 0 checks all ids, round 1 writes them
-        const char *s = list;
-        for (int i = 0; ; i++) {
-            s += strspn(s, " \t\r\n");
-            if (!*s) break;
-            char *end;
-            errno = 0;
-            const long id = strtol(s, &end, 10);
-            if (end == s || errno || id < 0 || id >= tok.n_tokens || !strchr(" \t\r\n", *end))
-                die("--ids: number %d: expected an id from 0 to %d, got '%.*s'", i + 1, tok.n_tokens - 1,
-                    min_int((int)strcspn(s, " \t\r\n"), 40), s);
-            const TokStr piece = tok_piece(&tok, (int32_t)id, true);
-            if (round) fwrite(piece.s, 1, piece.n, stdout);
-            s = end;
-        }
+    int32_t *ids = ids_of_list(list, tok.n_tokens, &n);
+    for (int i = 0; i < n; i++) {
+        const TokStr piece = tok_piece(&tok, ids[i], true);
+        fwrite(piece.s, 1, piece.n, stdout);
     }
     flush_output();
+    free(ids);
     tok_free(&tok);
     gguf_close(&g);
 }
@@ -487,7 +511,8 @@ static void verb_plan(const char *model, const Ops *ops, ModelOptions o) {
         printf("draft model  %9.3f GiB\n", (double)(plan.drafter + (plan.weights ? 0 :
                                                                     m->drafter->binder->bytes)) / gib);
     if (o.projector)
-        printf("image tower  %9.3f GiB\n", (double)(plan.vision + (plan.weights ? 0 : vision_bytes(m))) / gib);
+        printf("image tower  %9.3f GiB, pictures of up to %d tokens\n",
+               (double)(plan.vision + (plan.weights ? 0 : vision_bytes(m))) / gib, m->vision->max_tokens);
     printf("total        %9.3f GiB\n", (double)needed / gib);
     printf("available    %9.3f GiB, %s\n", (double)budget / gib,
            o.memory ? "set by --vram" : "31/32 of the free memory");

@@ -271,8 +271,9 @@ __device__ static inline void image_values(float acc[2 * STEPS][4], const float 
     }
 }
 
-// attend_all: out[r][h] = sum over all rows j of softmax_j(scale * q[r][h] . k[j][h]) v[j][h]
-//   shapes    q, k, v, out (n_rows, n_heads, head_dim), head_dim a multiple of 8, up to 16 STEPS
+// attend_all: out[r][h] = sum over all keys j of softmax_j(scale * q[r][h] . k[j][h]) v[j][h]
+//   shapes    q, out (n_rows, n_heads, head_dim), k, v (n_keys, n_heads, head_dim), head_dim a multiple of 8, up to
+//             16 STEPS
 //   launch    grid (ceil(n_rows / 64), n_heads), block 128: a warp has 16 queries
 //   traffic   a block reads its queries once and all rows of k and v of its head, from L2. The rows of v are on their
 //             way while scores are computed, the next rows of k while values are
@@ -293,17 +294,17 @@ __global__ void __launch_bounds__(IMAGE_ATTEND_THREADS, STEPS <= 5 ? 3 : 2) atte
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
         load_matrices(q[step], tiles[0] + (16 * warp + lane % 16) * image_stride<STEPS>() + 16 * step + lane / 16 * 8);
-    rows.load(o.k + head, stride, 0, o.n_rows, hd);
+    rows.load(o.k + head, stride, 0, o.n_keys, hd);
     __syncthreads();                                   // all warps have their queries
-    for (int j = 0; j < o.n_rows; j += IMAGE_TILE) {
+    for (int j = 0; j < o.n_keys; j += IMAGE_TILE) {
         float s[8][4];
         rows.store(tiles[0]);
-        rows.load(o.v + head, stride, j, o.n_rows, hd);
+        rows.load(o.v + head, stride, j, o.n_keys, hd);
         __syncthreads();                               // k is there; all warps have used v of the round before
         image_scores<STEPS>(s, q, tiles[0]);
         rows.store(tiles[1]);
-        rows.load(o.k + head, stride, j + IMAGE_TILE, o.n_rows, hd);
-        image_softmax<STEPS>(s, o.scale * 1.44269504f, o.n_rows - j, top, sum, acc);
+        rows.load(o.k + head, stride, j + IMAGE_TILE, o.n_keys, hd);
+        image_softmax<STEPS>(s, o.scale * 1.44269504f, o.n_keys - j, top, sum, acc);
         __syncthreads();                               // v is there; all warps have used k
         image_values<STEPS>(acc, s, tiles[1]);
     }
@@ -328,7 +329,7 @@ static void cuda_attend_all(const AttendAll *o) {
     if (hd > MAX_IMAGE_HEAD_DIM || hd % 8) cuda_die("attend_all: heads of %d values are not supported", hd);
     launch(WRITES_ACTIVATIONS, hd <= 64 ? attend_all_kernel<4> : hd <= 80 ? attend_all_kernel<5> : attend_all_kernel<8>,
            dim3(div_up(o->n_rows, IMAGE_TILE), o->n_heads), IMAGE_ATTEND_THREADS, 0, *o);
-    CHECK_LAUNCH("attend_all n_rows=%d n_heads=%d head_dim=%d", o->n_rows, o->n_heads, hd);
+    CHECK_LAUNCH("attend_all n_rows=%d n_keys=%d n_heads=%d head_dim=%d", o->n_rows, o->n_keys, o->n_heads, hd);
 }
 
 #endif

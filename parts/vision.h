@@ -1,7 +1,7 @@
 /* vision.h - the image tower: from the pixels of a picture to soft rows, which stand in a prompt like embedded tokens.
  *
  * Uses image.h (patches), load.h, folder.h and the products of gemma4.c [4]. Begin with vision_open() and
- * vision_rows().
+ * vision_rows(); vision_part() is the order of the work.
  *
  * A tower is a second model next to the text model. Its weights are in a file of their own (mmproj, a GGUF file) or in
  * the text model's Hugging Face folder; its memory is part of the text model's plan. There are two kinds:
@@ -64,7 +64,7 @@ typedef struct Vision {
     double  *inv_freq;                 // (head_dim / 4)
     int32_t *pos;                      // (n_rows, 2) column and row of each patch
     float   *patches;                  // (n_chunk, patch)
-    float   *x[2];                     // (n_rows, dim) the stream, and its next state
+    float   *x[2];                     // (n_rows, dim) the stream, and its next state; embedder: (n_chunk, dim)
     float   *q, *k, *v;                // (n_rows, dim)
     float   *att;                      // (n_rows, dim) attention; what is added to the stream next
     float   *y;                        // (n_chunk, dim) what attention adds to the stream
@@ -72,9 +72,14 @@ typedef struct Vision {
     float   *gate, *up;                // (n_chunk, ffn_dim), with clamps
     Act      ffn;                      // (n_chunk, ffn_dim), without
     float   *soft;                     // (max_tokens, dim of the text model)
+    // host memory for a part of a picture
+    float   *host;                     // (n_chunk, patch or dim) patches or positions; then (dim) positions of a row
+    int32_t *host_pos;                 // (n_chunk, 2)
     // the picture in work
+    const uint8_t *rgb;                // its pixels
     int      width, height;            // in patches
-    In       stream;                   // of all its patches
+    int      pass, row;                // what is computed next: see [4]
+    In       stream;                   // of all its patches, before this pass
 } Vision;
 
 // The rows of a picture see each other, also later ones, in sliding layers of the text model; else they are causal, as
@@ -327,6 +332,8 @@ static void vision_close(Vision *v) {                  // NULL: does nothing
     free(v->binder.status);
     free(v->binder.uploads);
     free(v->layer);
+    free(v->host);
+    free(v->host_pos);
     gguf_close(&v->gguf);
     free(v);
 }
@@ -376,27 +383,42 @@ static void plan_vision(Model *m, Arena *a) {
     if (!v->embedder) {
         plan_tower(v, a);
     } else {
-        for (int i = 0; i < 2; i++) v->x[i] = take(a, (size_t)v->n_rows * (size_t)v->dim, f);
+        for (int i = 0; i < 2; i++) v->x[i] = take(a, (size_t)v->n_chunk * (size_t)v->dim, f);
     }
     m->plan.vision = a->used - before;
 }
 
-// Uploads the weights, and what does not change.
+// Uploads the weights, and what does not change; reserves host memory.
 static void start_vision(Model *m) {
     Vision *v = m->vision;
     double inv_freq[MAX_IMAGE_HEAD_DIM / 4];
     for (int i = 0; i < v->binder.n_uploads; i++) upload(m->ops, &v->gguf, &v->binder.uploads[i],
                                                          v->binder.uploads[i].dst);
+    v->host = alloc_or_die((size_t)v->n_chunk * (size_t)max_int(v->patch, v->dim) + (size_t)v->dim, sizeof *v->host);
+    v->host_pos = alloc_or_die((size_t)v->n_chunk * 2, sizeof *v->host_pos);
     if (v->embedder) return;
     for (int i = 0; i < v->head_dim / 4; i++) inv_freq[i] = pow(100, -4.0 * i / v->head_dim);
     m->ops->copy(&(Copy){ v->inv_freq, inv_freq, (size_t)v->head_dim / 4 * sizeof *inv_freq, COPY_IN });
 }
 
 // ==== [4] Soft rows =================================================================================================
+// A picture goes through the tower in passes: its patches are embedded; in each layer first what attention reads is
+// computed for all patches, then attention and the rest; last come pooling and projection. The embedder has one pass. A
+// pass is divided into parts of rows, and between two parts the caller may do other work: vision_next().
 
-// Rows of a product at once: equal parts of n rows, so that none is much smaller than the others.
+// Multiplications of a part on the host, at most: about a tenth of a second on two cores. But it has 64 rows at least.
+static const double MOST_OF_PART = 2.5e9;
+
+// Multiplications for one row of the picture in work, in its longest pass.
+static double vision_row_work(const Vision *v) {
+    const double n = (double)v->width * v->height, dim = v->dim;
+    return v->embedder ? dim * (v->patch + v->projection.rows) : dim * (2 * n + dim + 3.0 * v->ffn_dim);
+}
+
+// Rows of a part: equal parts of n rows, so that none is much smaller than the others.
 static int rows_at_once(const Vision *v, int n) {
-    const int chunks = (n + v->n_chunk - 1) / v->n_chunk;
+    const double most = v->model->ops->on_host ? fmax(MOST_OF_PART / vision_row_work(v), STEP_ROWS) : n;
+    const int chunk = min_int(v->n_chunk, (int)fmin(most, n)), chunks = (n + chunk - 1) / chunk;
     return (n + chunks - 1) / chunks;
 }
 
@@ -431,19 +453,15 @@ static void vision_products(const Model *m, int n, In in, int n_w, const Clamped
     }
 }
 
-// What attention reads: q, k and v of all patches.
-static void vision_qkv(const Model *m, const VisionLayer *w) {
+// What attention reads: q, k and v of n patches, from number r on.
+static void vision_qkv(const Model *m, const VisionLayer *w, In *stream, int r, int n) {
     Vision *v = m->vision;
-    const int n = v->width * v->height, step = rows_at_once(v, n);
     const ClampedMatrix *const qkv[] = { &w->attn_q, &w->attn_k, &w->attn_v };
-    const In in = stream_input(v->x, &v->stream, w->ln1);
-    for (int r = 0; r < n; r += step) {
-        const size_t at = (size_t)r * (size_t)v->dim;
-        vision_products(m, min_int(step, n - r), from_row(in, (size_t)r, v->dim), 3, qkv,
-                        (float *const[]){ v->q + at, v->k + at, v->v + at });
-    }
-    m->ops->rope_2d(&(Rope2d){ .n_rows = n, .n_heads = v->n_heads, .head_dim = v->head_dim, .q = v->q, .k = v->k,
-                               .v = v->v, .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .pos = v->pos,
+    const size_t at = (size_t)r * (size_t)v->dim;
+    float *const to[] = { v->q + at, v->k + at, v->v + at };
+    vision_products(m, n, from_row(stream_input(v->x, stream, w->ln1), (size_t)r, v->dim), 3, qkv, to);
+    m->ops->rope_2d(&(Rope2d){ .n_rows = n, .n_heads = v->n_heads, .head_dim = v->head_dim, .q = to[0], .k = to[1],
+                               .v = to[2], .w_q = w->attn_q_norm, .w_k = w->attn_k_norm, .pos = v->pos + 2 * r,
                                .inv_freq = v->inv_freq, .eps = v->eps });
 }
 
@@ -466,156 +484,179 @@ static void vision_feed_forward(const Model *m, const VisionLayer *w, int r, int
                     &out);
 }
 
-// One layer. It leaves what its feed-forward network adds to the stream in v->att.
-static void vision_layer(const Model *m, int l) {
-    Vision *v = m->vision;
-    const VisionLayer *w = &v->layer[l];
-    const int n = v->width * v->height, step = rows_at_once(v, n);
-    const size_t dim = (size_t)v->dim;
-    vision_qkv(m, w);
-    m->ops->attend_all(&(AttendAll){ .n_rows = n, .n_heads = v->n_heads, .head_dim = v->head_dim, .q = v->q,
-                                     .k = v->k, .v = v->v, .scale = 1, .out = v->att });
-    const float *x = v->stream.x;
-    In in = { 0 };
-    for (int r = 0; r < n; r += step) {
-        const int rows = min_int(step, n - r);
-        vision_products(m, rows, (In){ .x = v->att + (size_t)r * dim, .scale = 1 }, 1,
-                        (const ClampedMatrix *const[]){ &w->attn_out }, &v->y);
-        v->stream.x = x;
-        add_to_stream(&v->stream, v->y, w->attn_post_norm);
-        in = stream_input(v->x, &v->stream, w->ln2);
-        in.x += (size_t)r * dim;                       // y has the rows of this part alone
-        in.x_out += (size_t)r * dim;
-        vision_feed_forward(m, w, r, rows, in);
-    }
-    add_to_stream(&v->stream, v->att, w->ffn_post_norm);
+// Attention of n patches to all patches, from number r on, in v->att. A device computes all of them at once: a part
+// would not fill it.
+static void vision_attend(const Model *m, int r, int n) {
+    const Vision *v = m->vision;
+    const int all = v->width * v->height;
+    const size_t at = (size_t)r * (size_t)v->dim;
+    if (!m->ops->on_host && r) return;
+    m->ops->attend_all(&(AttendAll){ .n_rows = m->ops->on_host ? n : all, .n_keys = all, .n_heads = v->n_heads,
+                                     .head_dim = v->head_dim, .q = v->q + at, .k = v->k, .v = v->v, .scale = 1,
+                                     .out = v->att + at });
 }
 
-// Writes the embeddings of the columns and rows of all patches, summed, (n, dim), to host memory.
-static void position_rows(const Vision *v, float *out) {
+// The rest of a layer for n patches, from number r on. It leaves what the feed-forward network adds to the stream in
+// v->att.
+static void vision_rest(const Model *m, const VisionLayer *w, In *stream, int r, int n) {
+    Vision *v = m->vision;
+    const size_t at = (size_t)r * (size_t)v->dim;
+    vision_attend(m, r, n);
+    vision_products(m, n, (In){ .x = v->att + at, .scale = 1 }, 1, (const ClampedMatrix *const[]){ &w->attn_out },
+                    &v->y);
+    add_to_stream(stream, v->y, w->attn_post_norm);
+    In in = stream_input(v->x, stream, w->ln2);
+    in.x += at;                                        // y has the rows of this part alone
+    in.x_out += at;
+    vision_feed_forward(m, w, r, n, in);
+    add_to_stream(stream, v->att, w->ffn_post_norm);
+}
+
+// Puts the embeddings of the columns and rows of n patches, summed, (n, dim), to backend memory.
+static void upload_positions(const Model *m, int r, int n, float *dst) {
+    const Vision *v = m->vision;
     const Tensor *t = &v->positions;
     const size_t dim = (size_t)v->dim, row = gguf_row_size(t->type, dim);
     const uint8_t *columns = t->data, *rows = columns + (size_t)t->rows * row;
-    float *of_row = alloc_or_die(dim, sizeof *of_row);
-    for (int y = 0; y < v->height; y++) {
-        gguf_dequantize((int)t->type, rows + (size_t)y * row, of_row, dim);
-        for (int x = 0; x < v->width; x++, out += dim) {
-            gguf_dequantize((int)t->type, columns + (size_t)x * row, out, dim);
-            for (size_t i = 0; i < dim; i++) out[i] += of_row[i];
-        }
+    float *out = v->host, *of_row = out + (size_t)n * dim;
+    for (int i = r; i < r + n; i++, out += dim) {
+        const int x = i % v->width, y = i / v->width;
+        if (i == r || !x) gguf_dequantize((int)t->type, rows + (size_t)y * row, of_row, dim);
+        gguf_dequantize((int)t->type, columns + (size_t)x * row, out, dim);
+        for (size_t k = 0; k < dim; k++) out[k] += of_row[k];
     }
-    free(of_row);
+    m->ops->copy(&(Copy){ dst, v->host, (size_t)n * dim * sizeof *dst, COPY_IN });
 }
 
-// Puts the sum of the position embeddings of each patch to backend memory.
-static void upload_positions(const Model *m, float *dst) {
+// Puts the values of n patches, from number r on, to v->patches: factor * (level / 255 - sub).
+static void upload_patches(const Model *m, int r, int n, float factor, float sub) {
     const Vision *v = m->vision;
-    const size_t n = (size_t)v->width * (size_t)v->height * (size_t)v->dim;
-    float *rows = alloc_or_die(n, sizeof *rows);
-    position_rows(v, rows);
-    m->ops->copy(&(Copy){ dst, rows, n * sizeof *rows, COPY_IN });
-    free(rows);
+    const size_t size = (size_t)n * (size_t)v->patch;
+    image_patches(v->rgb, v->width * v->side, v->side, r, n, v->host);
+    for (size_t i = 0; i < size; i++) v->host[i] = factor * (v->host[i] - sub);
+    m->ops->copy(&(Copy){ v->patches, v->host, size * sizeof *v->host, COPY_IN });
 }
 
-// Copies n patches, from number r on, to v->patches.
-static void upload_patches(const Model *m, const float *patches, int r, int n) {
-    const Vision *v = m->vision;
-    const size_t cols = (size_t)v->patch;
-    m->ops->copy(&(Copy){ v->patches, patches + (size_t)r * cols, (size_t)n * cols * sizeof *patches, COPY_IN });
-}
-
-// The stream before the first layer. patches (n, patch): levels / 255, on the host.
-static void vision_embed(const Model *m, float *patches) {
+// The stream of n patches before the first layer, from number r on.
+static void vision_embed(const Model *m, In *stream, int r, int n) {
     Vision *v = m->vision;
-    const int n = v->width * v->height, step = rows_at_once(v, n);
-    int32_t *pos = alloc_or_die((size_t)n * 2, sizeof *pos);
+    const size_t at = (size_t)r * (size_t)v->dim;
     for (int i = 0; i < n; i++) {
-        pos[2 * i] = i % v->width;
-        pos[2 * i + 1] = i / v->width;
+        v->host_pos[2 * i] = (r + i) % v->width;
+        v->host_pos[2 * i + 1] = (r + i) / v->width;
     }
-    m->ops->copy(&(Copy){ v->pos, pos, (size_t)n * 2 * sizeof *pos, COPY_IN });
-    free(pos);
-    for (size_t i = 0; i < (size_t)n * (size_t)v->patch; i++) patches[i] = 2 * (patches[i] - 0.5f);
-    for (int r = 0; r < n; r += step) {
-        upload_patches(m, patches, r, min_int(step, n - r));
-        multiply(m, min_int(step, n - r), (In){ .x = v->patches, .scale = 1 }, &v->patch_embd,
-                 v->x[0] + (size_t)r * (size_t)v->dim);
-    }
-    upload_positions(m, v->att);
-    v->stream = (In){ .x = v->x[0], .delta = { v->att }, .scale = 1, .eps = v->eps };
+    m->ops->copy(&(Copy){ v->pos + 2 * r, v->host_pos, (size_t)n * 2 * sizeof *v->pos, COPY_IN });
+    upload_patches(m, r, n, 2, 0.5f);
+    multiply(m, n, (In){ .x = v->patches, .scale = 1 }, &v->patch_embd, v->x[0] + at);
+    upload_positions(m, r, n, v->att + at);
+    *stream = (In){ .x = v->x[0], .delta = { v->att }, .scale = 1, .eps = v->eps };
 }
 
-// soft = Wproj rms(rows), n rows of dim values.
-static void project_soft(const Model *m, const float *rows, int n) {
+// soft[r ..] = Wproj rms(rows), n rows of dim values.
+static void project_soft(const Model *m, const float *rows, int r, int n) {
     const Vision *v = m->vision;
-    const int step = rows_at_once(v, n);
-    for (int r = 0; r < n; r += step)
-        multiply(m, min_int(step, n - r),
-                 from_row((In){ .x = rows, .scale = 1, .w_pre = v->ones, .eps = v->eps }, (size_t)r, v->dim),
-                 &v->projection, v->soft + (size_t)r * (size_t)m->config.dim);
+    multiply(m, n, (In){ .x = rows, .scale = 1, .w_pre = v->ones, .eps = v->eps }, &v->projection,
+             v->soft + (size_t)r * (size_t)m->config.dim);
 }
 
-// The stream after the last layer, pooled, in v->q; then the soft rows.
-static void vision_pool(const Model *m) {
+// The stream after the last layer, pooled, in v->q.
+static void vision_pool(const Model *m, In *stream) {
     Vision *v = m->vision;
-    const In in = stream_input(v->x, &v->stream, NULL);
+    const In in = stream_input(v->x, stream, NULL);
     const int n = v->width * v->height, step = rows_at_once(v, n);
     for (int r = 0; r < n; r += step)
         m->ops->close(&(Close){ .n_rows = min_int(step, n - r), .cols = v->dim,
                                 .in = from_row(in, (size_t)r, v->dim) });
-    m->ops->pool(&(Pool){ .w = v->width, .h = v->height, .side = POOL_SIDE, .cols = v->dim, .x = v->stream.x,
+    m->ops->pool(&(Pool){ .w = v->width, .h = v->height, .side = POOL_SIDE, .cols = v->dim, .x = stream->x,
                           .factor = sqrtf((float)v->dim), .sub = v->std_bias, .mul = v->std_scale, .out = v->q });
-    project_soft(m, v->q, n / (POOL_SIDE * POOL_SIDE));
 }
 
-// The embedder: v->x[0] is what is projected.
-static void vision_embed_blocks(const Model *m, const float *patches) {
+// The embedder: n soft rows, from number r on.
+static void vision_embed_blocks(const Model *m, int r, int n) {
     const Vision *v = m->vision;
-    const int n = v->width * v->height, step = rows_at_once(v, n);
     const float eps = 1e-5f;                           // of LayerNorm
-    for (int r = 0; r < n; r += step) {
-        const int rows = min_int(step, n - r);
-        upload_patches(m, patches, r, rows);
-        m->ops->layer_norm(&(LayerNorm){ .n_rows = rows, .cols = v->patch, .x = v->patches, .w = v->norm_w[0],
-                                         .bias = v->norm_b[0], .eps = eps, .out = v->patches });
-        multiply(m, rows, (In){ .x = v->patches, .scale = 1 }, &v->patch_embd, v->x[0] + (size_t)r * (size_t)v->dim);
-    }
-    upload_positions(m, v->x[1]);
+    upload_patches(m, r, n, 1, 0);
+    upload_positions(m, r, n, v->x[1]);
+    m->ops->layer_norm(&(LayerNorm){ .n_rows = n, .cols = v->patch, .x = v->patches, .w = v->norm_w[0],
+                                     .bias = v->norm_b[0], .eps = eps, .out = v->patches });
+    multiply(m, n, (In){ .x = v->patches, .scale = 1 }, &v->patch_embd, v->x[0]);
     m->ops->layer_norm(&(LayerNorm){ .n_rows = n, .cols = v->dim, .x = v->x[0], .add = v->patch_bias,
                                      .w = v->norm_w[1], .bias = v->norm_b[1], .eps = eps, .out = v->x[0] });
     m->ops->layer_norm(&(LayerNorm){ .n_rows = n, .cols = v->dim, .x = v->x[0], .add_rows = v->x[1],
                                      .w = v->norm_w[2], .bias = v->norm_b[2], .eps = eps, .out = v->x[0] });
-    project_soft(m, v->x[0], n);
+    project_soft(m, v->x[0], r, n);
 }
 
-// Computes the soft rows of a picture, (n, dim of the text model), on the host. rgb (h, w, 3): the resized picture, of
-// w x h pixels, multiples of 48. Returns n, one row for every 48 x 48 pixels, row by row; 0: the file has no positions
-// for so many patches (published files have enough); STOPPED: m->stop was set. Requires: n <= max_tokens, and no step
-// is being recorded.
-API int vision_rows(Vision *v, const uint8_t *rgb, int w, int h, float *rows) {
+static int last_pass(const Vision *v) { return v->embedder ? 0 : 2 * v->n_layers + 1; }
+
+// Computes the next part of the current pass.
+static void vision_part(Vision *v) {
     const Model *m = v->model;
-    const int n = w / EMBEDDER_SIDE * (h / EMBEDDER_SIDE);
-    assert(w > 0 && h > 0 && w % EMBEDDER_SIDE == 0 && h % EMBEDDER_SIDE == 0 && n <= v->max_tokens);
+    const bool pools = !v->embedder && v->pass == last_pass(v);
+    const int all = v->width * v->height / (pools ? POOL_SIDE * POOL_SIDE : 1);
+    const int r = v->row, n = min_int(rows_at_once(v, all), all - r);
+    const VisionLayer *w = v->pass && !pools ? &v->layer[(v->pass - 1) / 2] : NULL;
+    In stream = v->stream;                             // of all patches after this pass
+    if (pools && !r) vision_pool(m, &v->stream);
+    if (v->embedder) vision_embed_blocks(m, r, n);
+    else if (pools) project_soft(m, v->q + (size_t)r * (size_t)v->dim, r, n);
+    else if (!w) vision_embed(m, &stream, r, n);
+    else if (v->pass % 2) vision_qkv(m, w, &stream, r, n);
+    else vision_rest(m, w, &stream, r, n);
+    v->row += n;
+    if (v->row < all) return;
+    if (!pools) v->stream = stream;
+    v->row = 0;
+    v->pass++;
+}
+
+// Begins a picture; one that is in work is given up. rgb (h, w, 3): the resized picture, of w x h pixels, multiples of
+// 48, which stays until vision_next() is true. False: the file has no positions for so many patches (published files
+// have enough). Requires: w / 48 * h / 48 <= max_tokens.
+API bool vision_begin(Vision *v, const uint8_t *rgb, int w, int h) {
+    assert(w > 0 && h > 0 && w % EMBEDDER_SIDE == 0 && h % EMBEDDER_SIDE == 0);
+    assert(w / EMBEDDER_SIDE * (h / EMBEDDER_SIDE) <= v->max_tokens);
+    v->rgb = rgb;
     v->width = w / v->side;
     v->height = h / v->side;
-    if (max_int(v->width, v->height) > v->positions.rows) return 0;
-    const size_t layers = (size_t)v->n_layers + 1;
-    float *patches = alloc_or_die((size_t)v->width * (size_t)v->height * (size_t)v->patch, sizeof *patches);
-    image_patches(rgb, w, h, v->side, patches);
-    if (v->embedder) vision_embed_blocks(m, patches);
-    else vision_embed(m, patches);
-    free(patches);
-    if (m->ops->on_host && v->n_layers) progress("picture", 0, layers, "layers");
-    for (int l = 0; l < v->n_layers && !(m->stop && *m->stop); l++) {
-        vision_layer(m, l);
-        if (m->ops->on_host) progress("picture", (size_t)l + 1, layers, "layers");
+    v->pass = v->row = 0;
+    return max_int(v->width, v->height) <= v->positions.rows;
+}
+
+// Goes on with the picture in work, by one part at least, until it is done, m->stop is set or seconds() is past
+// `until`; INFINITY: it does not wait for a device after each part. Returns true when the picture is done. Requires: no
+// step is being recorded.
+API bool vision_next(Vision *v, double until) {
+    const Model *m = v->model;
+    const bool shows = m->ops->on_host && v->n_layers;
+    const size_t n_layers = (size_t)v->n_layers + 1;
+    bool goes_on = true;
+    while (goes_on && v->pass <= last_pass(v)) {
+        vision_part(v);
+        if (shows) progress("picture", (size_t)v->pass / 2, n_layers, "layers");
+        if (until < INFINITY) m->ops->wait();
+        goes_on = seconds() < until && !(m->stop && *m->stop);
     }
-    if (m->ops->on_host && v->n_layers) progress("picture", layers, layers, "layers");
-    if (m->stop && *m->stop) return STOPPED;
-    if (!v->embedder) vision_pool(m);
+    const bool done = v->pass > last_pass(v);
+    if (shows && (done || (m->stop && *m->stop))) progress("picture", n_layers, n_layers, "layers");
+    return done;
+}
+
+// Copies the soft rows of a picture that is done, (tokens, dim of the text model), to the host: one row for every
+// 48 x 48 pixels, row by row. Returns how many.
+API int vision_soft(const Vision *v, float *rows) {
+    const Model *m = v->model;
+    const int n = v->width * v->height * v->side * v->side / (EMBEDDER_SIDE * EMBEDDER_SIDE);
     m->ops->copy(&(Copy){ rows, v->soft, (size_t)n * (size_t)m->config.dim * sizeof *rows, COPY_OUT });
     m->ops->wait();
     return n;
+}
+
+// Computes the soft rows of a picture, as vision_begin() and vision_soft() say. Returns how many; 0: the file has no
+// positions for the picture; STOPPED: m->stop was set.
+API int vision_rows(Vision *v, const uint8_t *rgb, int w, int h, float *rows) {
+    if (!vision_begin(v, rgb, w, h)) return 0;
+    return vision_next(v, INFINITY) ? vision_soft(v, rows) : STOPPED;
 }
 
 #endif

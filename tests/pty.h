@@ -22,6 +22,7 @@
 #endif
 static const char *pty_term = "dumb";                 // TERM of the programs that are started
 static int pty_columns;                               // of their terminals; 0: not known
+static const char *pty_early;                         // is typed before they start; NULL: nothing
 
 enum { PTY_IN = 1, PTY_OUT = 2, PTY_ERR = 4, PTY_ALL = 7 };
 
@@ -52,6 +53,7 @@ static inline bool pty_start(Pty *p, const char *const argv[], int on_terminal, 
         return false;
     }
     fflush(stdout);
+    if (pty_early && write(p->fd, pty_early, strlen(pty_early)) < 0) return false;
     if (pty_columns) ioctl(p->fd, TIOCSWINSZ, &(struct winsize){ .ws_col = (unsigned short)pty_columns, .ws_row = 50 });
     p->pid = fork();
     if (p->pid) return p->pid > 0;

@@ -295,6 +295,11 @@ done
 run detokenize "$model" --ids "  "
 ok "detokenize of nothing: exits 0" [ "$status" -eq 0 ]
 ok "detokenize of nothing: nothing" size "$tmp/out" 0
+run tokenize "$model" -p "$(cat "$tmp/repaired.txt")" -o "$tmp/written.i32"
+run detokenize "$model" --ids "$tmp/written.i32"
+ok "detokenize: a file that tokenize -o wrote" [ "$status$(cat "$tmp/out")" = "0$(cat "$tmp/repaired.txt")" ]
+printf '\377\377\377\177' >"$tmp/high.i32"
+error "high.i32: id 0: expected 0.." detokenize "$model" --ids "$tmp/high.i32"
 for ids in x 1.5 "2 5x" -1 4096 99999999999999999999; do
     error --ids detokenize "$model" --ids "$ids"
 done
@@ -504,7 +509,7 @@ done
 error "missing.txt: No such file or directory" "$model" -f "$tmp/missing.txt"
 error folder.gguf "$model" -f "$tmp/folder.gguf"
 error text.gguf "$model" -p hi --dump "$tmp/text.gguf/dump"
-error text.gguf "$model" -p hi --dump "$tmp/text.gguf"
+error "expected a folder, got a file" "$model" -p hi --dump "$tmp/text.gguf"
 
 ids 2 4096 >"$tmp/big.i32"
 ids 2 -1 >"$tmp/negative.i32"
@@ -625,8 +630,15 @@ for preset in e2b e4b 12b 26b-a4b 31b; do              # towers of true shape, w
     "$build/make_gguf" --preset $preset --quant q8_0 --layers 2 --vocab 512 --sparse --out "$tmp/wide.gguf"
     "$build/make_gguf" --preset $preset --quant q8_0 --kind mmproj --sparse --out "$tmp/wide-tower.gguf"
     run plan "$tmp/wide.gguf" --mmproj "$tmp/wide-tower.gguf" --vram 60
-    ok "plan: the image tower of $preset" [ "$status$(grep -c '^image tower  *[0-9.]* GiB' "$tmp/out")" = 01 ]
+    ok "plan: the image tower of $preset" [ "$status$(grep -c '^image tower  *[0-9.]* GiB, pictures of up to 280 tokens$' "$tmp/out")" = 01 ]
 done
+sizes=
+for tokens in 70 1120; do
+    run plan "$tmp/wide.gguf" --mmproj "$tmp/wide-tower.gguf" --vram 60 --image-tokens $tokens
+    sizes="$sizes $(awk '/^image tower/ { print $3 }' "$tmp/out")"
+done
+# six rows of 1152 values for each of 9450 more patches
+ok "plan: --image-tokens counts, $sizes" sh -c "echo $sizes | awk '{ exit !(\$2 - \$1 > 0.24 && \$2 - \$1 < 0.5) }'"
 $limit "$gemma4" bench "$model" -p 3,70 -n 2 -d 0,5 -r 2 -t 2 >"$tmp/bench.md" 2>"$tmp/err"
 status=$?
 ok "bench: exit status 0" [ "$status" -eq 0 ]

@@ -95,7 +95,7 @@ static void test_golden(void) {
             uint8_t *out = malloc(count);
             float *patches = malloc(count * sizeof *patches);
             image_resize(&image, size.w, size.h, true, out);
-            image_patches(out, size.w, size.h, side, patches);
+            image_patches(out, size.w, side, 0, size.w / side * (size.h / side), patches);
             const unsigned got = crc32_of(patches, count * sizeof *patches);
             CHECK(got == crc, "patches of %s: expected CRC %08x, got %08x", name, crc, got);
             free(out);
@@ -129,7 +129,8 @@ static void test_patches(void) {                       // 48 x 48, as the 12B cu
     Image image = picture("noise", W, H);
     float *out = malloc(3 * W * H * sizeof *out);
     int wrong = 0;
-    image_patches(image.rgb, W, H, SIDE, out);
+    image_patches(image.rgb, W, SIDE, 0, 4, out);
+    image_patches(image.rgb, W, SIDE, 4, 2, out + 4 * SIDE * SIDE * 3);
     for (int y = 0; y < H; y++)
         for (int x = 0; x < W; x++)
             for (int c = 0; c < 3; c++) {
@@ -186,6 +187,45 @@ static void test_png(void) {
                           f.interlaced ? ", interlaced" : "", f.transparent ? ", tRNS" : "", difference(&file, &want));
                 image_free(&want);
             }
+}
+
+// Lines and columns; chunks before the pixels that are not read, whatever is in them; chunks that are not as they should be.
+static void test_png_chunks(void) {
+    static const char *const unread[] = { "iCCP", "zTXt", "iTXt", "tEXt", "gAMA", "tIME", "prIv" };
+    for (unsigned i = 0; i < 8; i++) {
+        const PngForm f = { i & 1 ? 1 : 150, i & 1 ? 150 : 1, 2, i & 2 ? 16 : 8, i & 4, false, 0, i };
+        Image want = { f.w, f.h, malloc(3 * 150) };
+        for (int p = 0; p < 3 * 150; p++) want.rgb[p] = png_level(&f, p / 3 % f.w, p / 3 / f.w, p % 3);
+        put_png(&f, &file);
+        CHECK(difference(&file, &want) == 0, "PNG of %d x %d, form %u: %s", f.w, f.h, i, err);
+        image_free(&want);
+    }
+    const PngForm form = { 20, 20, 2, 8, false, false, 0, 1 };
+    static Bytes whole, b;
+    put_png(&form, &whole);
+    Image want;
+    CHECK(decode(whole.p, whole.n, &want), "PNG: %s", err);
+    enum { HEAD = 33 };                                // the signature and IHDR
+    for (size_t i = 0; i < sizeof unread / sizeof *unread; i++) {
+        b.n = 0;
+        put(&b, whole.p, HEAD), put_chunk(&b, unread[i], "x\0\0\170\332\1\2\3\4\5\6\7", 12), put(&b, whole.p + HEAD, whole.n - HEAD);
+        CHECK(difference(&b, &want) == 0, "PNG with a damaged %s: %s", unread[i], err);
+    }
+    image_free(&want);
+    for (int k = 0; k < 4; k++) {
+        memcpy(&b, &whole, sizeof b);
+        memcpy(b.p + HEAD, k == 0 ? "\377\377\377\377" : k == 1 ? "\0\0\0\5" : k == 2 ? "\0\0\0\0" : "\0\0\4\0", 4);   // the length of IDAT
+        refuse(b.p, b.n, "a PNG whose chunk has another length", "PNG: ");
+    }
+    b.n = 0;
+    put(&b, whole.p, HEAD), put(&b, whole.p + 8, whole.n - 8);
+    refuse(b.p, b.n, "a PNG with two heads", "out of place");
+    b.n = 0;
+    put_ihdr(&b, 5, 5, 8, 3, false), put(&b, whole.p + HEAD, whole.n - HEAD);
+    refuse(b.p, b.n, "a PNG without its palette", "PLTE");
+    b.n = 0;
+    put_ihdr(&b, 20, 21, 8, 2, false), put(&b, whole.p + HEAD, whole.n - HEAD);
+    refuse(b.p, b.n, "a PNG with too few rows", "Not enough");
 }
 
 #ifdef USE_JPEG
@@ -471,6 +511,7 @@ int main(int argc, char **argv) {
     test_ppm();
     test_refused();
     test_png();
+    if (png_here) test_png_chunks();
 #ifdef USE_JPEG
     jpeg_here = true;
     test_jpeg();

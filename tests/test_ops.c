@@ -2851,20 +2851,21 @@ static void test_rope_2d(void) {
 }
 
 // Scores of up to about `size`: from nearly equal weights to one key that takes all.
-static void attend_all_case(int rows, int heads, int hd, double size) {
-    if (!CASE("attend_all", "%d rows, %d heads of %d, scores of %g", rows, heads, hd, size)) return;
+static void attend_all_case(int rows, int keys, int heads, int hd, double size) {
+    if (!CASE("attend_all", "%d rows, %d keys, %d heads of %d, scores of %g", rows, keys, heads, hd, size)) return;
     const int cols = heads * hd;
-    const size_t n = (size_t)(rows * cols);
-    const float *q = floats(n, sqrt(size * 3 / hd), 0), *k = floats(n, sqrt(size * 3 / hd), 0), *v = floats(n, 3, 0.5);
+    const size_t n = (size_t)(rows * cols), n_kv = (size_t)(keys * cols);
+    const double deviation = sqrt(size * 3 / hd);
+    const float *q = floats(n, deviation, 0), *k = floats(n_kv, deviation, 0), *v = floats(n_kv, 3, 0.5);
     Expect e = expect(rows, cols);
-    AttendAll o = { .n_rows = rows, .n_heads = heads, .head_dim = hd, .q = q, .k = k, .v = v, .scale = 0.75f,
-                    .out = e.want };
+    AttendAll o = { .n_rows = rows, .n_keys = keys, .n_heads = heads, .head_dim = hd, .q = q, .k = k, .v = v,
+                    .scale = 0.75f, .out = e.want };
     reference_ops()->attend_all(&o);
     const double exact = TOL_ATTEND * (1 + size), rounded = TOL_ATTEND_16 * (1 + size / 8);
     for (size_t i = 0; i < n; i++) e.bound[i] = (float)(3.5 * (op->exact_prompts ? exact : rounded));
     o.q = put_f("q", q, n);
-    o.k = put_f("k", k, n);
-    o.v = put_f("v", v, n);
+    o.k = put_f("k", k, n_kv);
+    o.v = put_f("v", v, n_kv);
     o.out = room_f("out", n);
     op->attend_all(&o);
     compare("out", fetch_f(o.out, n), (size_t)cols, e.want, e.bound, rows, cols);
@@ -2875,7 +2876,10 @@ static void test_attend_all(void) {
     static const int sizes[][2] = { { 2, 64 }, { 2, 72 }, { 1, 128 }, { 3, 8 }, { 1, 80 } };
     static const int rows[] = { 130, 1, 64, 65, 9, 200 };
     for (int k = 0; k < 5; k++)
-        for (int r = 0; r < 6; r++) attend_all_case(rows[r], sizes[k][0], sizes[k][1], r % 3 == 0 ? 1 : r % 3 * 8);
+        for (int r = 0; r < 6; r++) {
+            const int keys = r % 2 ? rows[r] : rows[(r + k) % 6];      // 1, 3, 5: as many as rows
+            attend_all_case(rows[r], keys, sizes[k][0], sizes[k][1], r % 3 == 0 ? 1 : r % 3 * 8);
+        }
 }
 
 static void test_pool(void) {

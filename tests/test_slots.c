@@ -1,6 +1,7 @@
 /* test_slots.c - the server without HTTP (parts/schedule.h, store.h, exchange.h): which requests wait, which are refused and
  * when; whose turn it is; which session a request gets; what happens to the checkpoint of a prompt whose tokens are
- * replaced; which idle conversations stay; what a silent stream sends. The clock of a waiting stream is simulated.
+ * replaced; which idle conversations stay; what a silent stream sends; how a picture goes through the tower while answers go on.
+ * The clock of a waiting stream is simulated.
  *
  * Run from the top of the repository, where the model is. Skipped without libmicrohttpd. */
 #define _GNU_SOURCE
@@ -12,6 +13,11 @@ static int timed_wait(pthread_cond_t *news, pthread_mutex_t *lock, const struct 
 #include "../gemma4.c"
 #undef pthread_cond_timedwait
 #include "test.h"
+#define text_of text_of_file                            // request.h has functions of these names
+#define put put_in_file
+#include "files.h"
+#undef text_of
+#undef put
 #include "steps.h"
 
 static double waited;         // the longest wait of a stream, in seconds
@@ -408,7 +414,98 @@ static void test_known(void) {
     job_free(other);
 }
 
+// ---- pictures -------------------------------------------------------------------------------------------------------
+
+enum { SEEN_W = 336, SEEN_H = 240, SEEN_N = 35 };      // pixels of the picture; its tokens
+
+// Gives slot i a job with one picture of 35 tokens, after one token and before another.
+static Job *show_picture(Server *s, int i, int level) {
+    Job *job = new_job((uint64_t)i, INFINITY);
+    job->rows = &s->rows;
+    job->pictures = (PromptPictures){ 1, alloc_or_die(1, sizeof(Picture)), alloc_or_die(1, sizeof(PictureFile)) };
+    job->pictures.places[0] = (Picture){ .first = 1, .n = SEEN_N };
+    job->pictures.files[0] = (PictureFile){ .hash = (uint64_t)level, .w = SEEN_W, .h = SEEN_H, .n = SEEN_N,
+                                            .rgb = alloc_or_die(SEEN_W * SEEN_H * 3, 1) };
+    for (int k = 0; k < SEEN_W * SEEN_H * 3; k++) job->pictures.files[0].rgb[k] = (uint8_t)(k * level);
+    push_id(s->t, &job->ids, 2);
+    for (int k = 0; k < SEEN_N; k++) push_id(s->t, &job->ids, picture_id((uint64_t)level, k));
+    push_id(s->t, &job->ids, 5);
+    place_again(job);
+    job->n_owners++;
+    job->total = (int)job->ids.n;
+    s->slots[i].job = job;
+    s->n_running++;
+    return job;
+}
+
+// A picture takes many rounds, so an answer goes on meanwhile; it is given up when its client leaves.
+static void test_tower(void) {
+    char file[1024], tower[1024];
+    snprintf(file, sizeof file, "%s", make_model("text", "micro-dense", "f16", NULL));
+    snprintf(tower, sizeof tower, "%s", make_model("tower", "micro-dense", "f32", "--kind", "mmproj", NULL));
+    Model *sees = model_open(file, cpu_ops(), (ModelOptions){ .n_ctx = 256, .n_seqs = 2, .n_batch = STEP_ROWS, .n_logits = 2,
+        .k_type = KV_F16, .v_type = KV_F16, .projector = tower, .image_tokens = 70 }, NULL);
+    Tokenizer t;
+    load_tokenizer(&t, &sees->gguf, sees->config.vocab);
+    Server s = { .m = sees, .t = &t, .lock = PTHREAD_MUTEX_INITIALIZER, .slots = alloc_or_die(2, sizeof *s.slots) };
+    for (int i = 0; i < 2; i++) s.slots[i].s = session_open(sees, &t, i);
+    Event e;
+    session_start(s.slots[0].s, &(Prompt){ .ids = (int32_t[]){ 2, 5 }, .n = 2 }, &(AnswerOptions){ .n_predict = 100 });
+    while (!has_answers(&s)) session_next(s.slots[0].s, &e);
+    Job *job = show_picture(&s, 1, 7);                 // how long a round takes is not known: a part in each
+    const Vision *v = sees->vision;
+    const int n = SEEN_W / v->side * (SEEN_H / v->side), parts = (n + STEP_ROWS - 1) / STEP_ROWS;
+    const int want = v->embedder ? 1 : parts * (2 * v->n_layers + 1) + 1;
+    int rounds = 0;
+    for (; !job->pictures.places[0].rows && rounds < 1000; rounds++) {
+        CHECK(next_seeing(&s) == &s.slots[1], "round %d: the picture is not in work", rounds);
+        run_tower(&s, &s.slots[1], false);
+    }
+    CHECK(rounds == want && want > 10, "a picture took %d rounds, expected %d", rounds, want);
+    const size_t floats = SEEN_N * (size_t)sees->config.dim;
+    float *rows = alloc_or_die(floats, sizeof *rows), *copy = alloc_or_die(floats, sizeof *rows);
+    memcpy(copy, job->pictures.places[0].rows, floats * sizeof *copy);
+    run_tower(&s, &s.slots[1], false);
+    CHECK(job->started && !job->fault.status && s.totals.pictures == 1, "its answer does not begin: %s", job->fault.text);
+    session_cancel(s.slots[1].s);
+    session_next(s.slots[1].s, &e);
+    session_forget(s.slots[1].s);
+    s.slots[1].job = NULL;
+    job->n_owners = 1;
+    job_drop(job);
+
+    job = show_picture(&s, 1, 9);
+    for (int i = 0; i < 5; i++) run_tower(&s, next_seeing(&s), false);
+    CHECK(s.seeing == &s.slots[1] && v->pass > 0, "the picture is not in work");
+    job->gone = true;                                  // its client has left
+    run_tower(&s, next_seeing(&s), false);
+    CHECK(!s.seeing && !s.slots[1].job && job->done && job->fault.status == CLIENT_LEFT && s.totals.pictures == 1,
+          "a client that left: status %d, %d pictures", job->fault.status, (int)s.totals.pictures);
+    job_drop(job);
+    job = show_picture(&s, 1, 11);
+    for (rounds = 0; !job->pictures.places[0].rows && rounds < 1000; rounds++) run_tower(&s, next_seeing(&s), false);
+    CHECK(rounds == want, "the next picture took %d rounds, expected %d", rounds, want);
+    job->fault.status = 400;
+    run_tower(&s, &s.slots[1], false);
+    job_drop(job);
+    job = show_picture(&s, 1, 7);
+    CHECK(vision_rows(sees->vision, job->pictures.files[0].rgb, SEEN_W, SEEN_H, rows) == SEEN_N &&
+          !memcmp(rows, copy, floats * sizeof *rows), "computed in rounds, it has other rows");
+    run_tower(&s, next_seeing(&s), false);
+    CHECK(job->pictures.places[0].rows && s.totals.pictures == 2, "its rows are not kept");
+    job->n_owners = 1;
+    job_drop(job);
+    free(rows);
+    free(copy);
+    row_cache_free(&s.rows);
+    for (int i = 0; i < 2; i++) session_close(s.slots[i].s);
+    free(s.slots);
+    tok_free(&t);
+    model_close(sees);
+}
+
 int main(void) {
+    make_tmp();
     start_threads(1);
     m = model_open(MINI, cpu_ops(), (ModelOptions){ .n_ctx = N_CTX, .n_seqs = N_SLOTS, .n_batch = 128, .n_logits = 4,
                                                     .k_type = KV_F16, .v_type = KV_F16 }, NULL);
@@ -427,6 +524,7 @@ int main(void) {
     test_silence();
     test_energy();
     test_known();
+    test_tower();
     for (int i = 0; i < N_SLOTS; i++) session_close(srv.slots[i].s);
     free(srv.slots);
     tok_free(&tok);

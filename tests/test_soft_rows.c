@@ -4,8 +4,18 @@
  * decoded here. A row that equals a scaled embedding has to give the bits of that token.
  * Environment: VISION_GOLDEN=FOLDER compares with reference data for images too. FOLDER has E, V and U, each with the
  * model in hf, the rows in NAME.soft.f32, and prompts: .tokens.i32 and logits (tests/golden/README.md). */
+#define _GNU_SOURCE
 #define TESTING
+#include <stdlib.h>
+static int fail_at = -1;      // the allocation that fails, counted from now on; -1: none, or it has failed
+static int fails(void) { return fail_at >= 0 && fail_at-- == 0; }
+#define malloc(n) (fails() ? NULL : malloc(n))
+#define calloc(n, size) (fails() ? NULL : calloc(n, size))
+#define realloc(p, n) (fails() ? NULL : realloc(p, n))
 #include "../gemma4.c"
+#undef malloc
+#undef calloc
+#undef realloc
 #include "test.h"
 #include "files.h"
 
@@ -432,7 +442,7 @@ static bool place(Model *m, Tokenizer *t, const TokText *messages, bool cue, Tok
     size_t n_more = 0;
     const size_t n = ids->n;
     ok = ok && read_pictures(m, t, &at, p, &n_more, err, 300);
-    if (ok) place_pictures(t, &at, ids, before_cue, p);
+    ok = ok && place_pictures(t, &at, ids, before_cue, p);
     CHECK(!ok || ids->n == n + n_more, "%zu ids, pictures add %zu, then %zu", n, n_more, ids->n);
     tok_pictures_free(&at);
     return ok;
@@ -478,6 +488,30 @@ static void test_place_alone(Model *m, Tokenizer *t) {
     tok_ids_free(&plain);
 }
 
+// Whichever allocation fails, an error says so, and nothing ends the process.
+static void test_no_memory(Model *m, Tokenizer *t, const TokText *messages) {
+    TokIds ids = { 0 };
+    PromptPictures p;
+    char err[300] = "";
+    int n = 0;
+    for (bool failed = true; failed; n++) {
+        size_t before_cue;
+        fail_at = n;
+        bool ok = place(m, t, messages, true, &ids, &before_cue, &p, err);
+        for (int k = 0; k < p.n && ok; k++) ok = decode_picture(&p.files[k], err, sizeof err);
+        failed = fail_at < 0;
+        fail_at = -1;
+        CHECK(failed ? !ok && strstr(err, "out of memory") : ok, "allocation %d: '%s'", n, err);
+        pictures_free(&p);
+    }
+    CHECK(n > 20, "two pictures take %d allocations", n);
+    RowCache rows = { 0 };
+    fail_at = 0;
+    CHECK(!row_cache_add(&rows, 1, NULL, 0) && !rows.n, "a list of pictures without memory");
+    fail_at = -1;
+    tok_ids_free(&ids);
+}
+
 // Two pictures between texts, one of which spells a marker.
 static void test_places(const char *path) {
     Model *m = open_model(path, cpu_ops(), options());
@@ -506,6 +540,7 @@ static void test_places(const char *path) {
     add(&messages, ",{\"type\":\"text\",\"text\":\"and\"}");
     ppm_part(m, &t, 20, 70, &messages);
     add(&messages, "]}]");
+    test_no_memory(m, &t, &messages);
     CHECK(place(m, &t, &messages, true, &ids, &before_cue, &p, err), "%s", err);
     CHECK(place(m, &t, &messages, false, &part, NULL, &q, err), "%s", err);
     CHECK(part.n == before_cue && same_ids(&part, &ids) == (int)part.n, "the cue begins at %zu, not at %zu", part.n,

@@ -87,6 +87,21 @@ static void test_end_of_input(void) {
     says("hi\n", "mini> ");
     says("\004", "");
     ends("Ctrl-D", 0);
+    set_locale("C.UTF-8", NULL);
+    for (int edits = 0; edits < 2; edits++) {          // while the model is loaded
+        pty_term = edits ? "xterm" : "dumb";
+        pty_early = "\004";
+        if (start("-n", "8", NULL, NULL)) ends("Ctrl-D before the first line", 0);
+        pty_early = "hi\n";
+        if (start("-n", "8", NULL, NULL)) {
+            says("", "8 tokens, ");
+            CHECK(pty_expect(&p, "mini> "), "no prompt: %s", pty_tail(&p));
+            says("\004", "");
+            ends("a line before the first one", 0);
+        }
+    }
+    pty_early = NULL;
+    pty_term = "dumb";
 }
 
 static void test_interrupt(void) {
