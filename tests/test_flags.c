@@ -518,10 +518,10 @@ int main(int argc, char **argv) {
     const int n = argc > 2 ? atoi(argv[2]) : is_long ? 5000 : 250, first = argc > 3 ? atoi(argv[3]) : 1;
     const int jobs = getenv("RUNS") && atoi(getenv("RUNS")) > 0 ? min_int(atoi(getenv("RUNS")), 16) : 2;
     static Combination c;
-    char gemma4[1024];
+    char *gemma4 = realpath(getenv("GEMMA4") ? getenv("GEMMA4") : "./gemma4", NULL);
     pid_t pids[16];
     int pipes[16][2];
-    if (!realpath(getenv("GEMMA4") ? getenv("GEMMA4") : "./gemma4", gemma4)) {
+    if (!gemma4) {
         CHECK(false, "%s: %s", getenv("GEMMA4") ? getenv("GEMMA4") : "./gemma4", strerror(errno));
         return test_done("test_flags");
     }
@@ -563,5 +563,6 @@ int main(int argc, char **argv) {
         test_passed += counts[0];
         test_failed += counts[1];
     }
+    free(gemma4);
     return test_done("test_flags");
 }

@@ -14,7 +14,7 @@ static void add(int i, const char *previous, TokStr text) {
 
 static bool holds(const char *id, const char *text) {
     const Kept *k = recent_find(&r, id);
-    return text ? k && k->text.n == strlen(text) && !memcmp(k->text.s, text, k->text.n) : !k;
+    return text ? k && k->text.n == strlen(text) && (!k->text.n || !memcmp(k->text.s, text, k->text.n)) : !k;
 }
 
 int main(void) {
