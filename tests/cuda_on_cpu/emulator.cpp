@@ -696,10 +696,17 @@ bool cuda_allow_shared(const void *kernel, int bytes) {
     return true;
 }
 
-bool cuda_on_cpu(const char *name) {
-    const Card *named = find_card(name);
-    if (named) card = named;
-    return named;
+bool cuda_on_cpu(const char *name) {                   // NAME or NAME:SMS
+    static Card some;                                  // a part of a card
+    char whole[20];
+    int n_sm = 0, end = 0;
+    if (sscanf(name, "%19[^:]%n:%d%n", whole, &end, &n_sm, &end) < 1 || name[end]) return false;
+    const Card *named = find_card(whole);
+    if (!named || n_sm < 0 || n_sm > named->n_sm) return false;
+    some = *named;
+    if (n_sm) some.n_sm = n_sm;
+    card = &some;
+    return true;
 }
 
 void cuda_launch(cudaStream_t stream, const CudaLaunch *l) {
