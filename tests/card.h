@@ -1,6 +1,7 @@
 /* card.h - lets a test of the CUDA backend plan for another card: the argument card=NAME, with a name of parts/cards.h.
  *
- * On a GPU, the backend plans for that card; the emulator emulates that card. Include after gemma4.h. */
+ * On a GPU, the backend plans for that card; the emulator emulates that card, or card=NAME:SMS, a part of it with so many
+ * multiprocessors. Include after gemma4.h. */
 #ifndef CARD_H
 #define CARD_H
 #include <stdio.h>
@@ -17,12 +18,16 @@ static inline void take_card(int *argc, char **argv) {
     for (int i = 0; i < *argc; i++) {
         const char *name = strncmp(argv[i], "card=", 5) ? NULL : argv[i] + 5;
         if (!name) argv[n++] = argv[i];
-        else if (!find_card(name)) printf("%s: there is no card of that name\n", argv[i]), exit(1);
 #if defined(EMULATED)
-        else cuda_on_cpu(name);
-#elif defined(USE_CUDA)
-        else cuda_pretend(find_card(name));
+        else if (cuda_on_cpu(name)) continue;
+#else
+        else if (find_card(name)) {
+#ifdef USE_CUDA
+            cuda_pretend(find_card(name));
 #endif
+        }
+#endif
+        else printf("%s: there is no card of that name\n", argv[i]), exit(1);
     }
     argv[*argc = n] = NULL;
 }

@@ -137,7 +137,7 @@ static void test_plans(bool has_gpu) {
     for (int i = 0; i < 6; i++)
         CHECK(*planned[i] && !strcmp(planned[i], line_of(out, sizes[i])), "without a GPU: %s; on one: %s", planned[i],
               line_of(out, sizes[i]));
-    CHECK(gemma4(VISIBLE, NULL, NULL, "plan " MINI) == 0, "a plan: %s", err);
+    CHECK(gemma4(VISIBLE, NULL, "little", "plan " MINI) == 0, "a plan: %s", err);
     CHECK(strstr(out, "\ncard         ") && !strstr(out, "pretended"), "the plan's card: %s", line_of(out, "card"));
 }
 
@@ -278,7 +278,7 @@ static void test_faults(const char *model) {
     snprintf(in_host, sizeof in_host, "%s -ot ffn=CPU", run);
     CHECK(gemma4(VISIBLE, NULL, "pinned", in_host) == 1 && strstr(err, "gemma4: error: cuda: upload: the system refused ") &&
           strstr(err, "pinned host memory") && strstr(err, "ulimit -l"), "refused pinning: %s", err);
-    CHECK(gemma4(VISIBLE, NULL, NULL, in_host) == 0 && strstr(err, " of weights in host memory (FFNs of "),
+    CHECK(gemma4(VISIBLE, NULL, "little", in_host) == 0 && strstr(err, " of weights in host memory (FFNs of "),
           "FFNs in host memory: %s", err);
     static const struct { const char *fault, *says; } fatal[] = {
         { "image", "gemma4: error: cuda: emulated h100, compute capability 9.0: this program was built for other GPUs (no "
@@ -347,9 +347,9 @@ static Loaded load_on(const char *gpu, const char *path, size_t memory, int *sta
     return l;
 }
 
-static void test_memory(const char *model) {
+static void test_memory(const char *model) {           // on 8 multiprocessors: each takes its time
     int status = 0;
-    const Loaded own = load_on("rtx5090", model, 0, &status), shared = load_on("gb10", model, 0, &status);
+    const Loaded own = load_on("rtx5090:8", model, 0, &status), shared = load_on("gb10:8", model, 0, &status);
     CHECK(own.needed && shared.needed && !status, "a model does not load: %s", err);
     CHECK(!memcmp(own.logits, shared.logits, sizeof own.logits), "other logits where memory is shared");
     CHECK(shared.plan.weights == own.plan.weights && !shared.plan.in_host,
@@ -358,12 +358,12 @@ static void test_memory(const char *model) {
     CHECK(shared.plan.scratch > own.plan.scratch, "shared memory: the plan does not include pinned memory");
     CHECK(own.resident > 3 * shared.resident, "after loading %zu bytes of the file stay in shared memory, else %zu",
           shared.resident, own.resident);
-    const Loaded small = load_on("rtx5090", model, own.needed - 1, &status);
+    const Loaded small = load_on("rtx5090:8", model, own.needed - 1, &status);
     CHECK(small.needed && small.plan.in_host, "the table does not go to the host's memory: %s", err);
-    load_on("gb10", model, shared.needed - 1, &status);
+    load_on("gb10:8", model, shared.needed - 1, &status);
     CHECK(status == 1 && is_one_line(err) && strstr(err, "out of memory"), "shared memory: the table leaves it: %d, %s",
           status, err);
-    const Loaded exact = load_on("gb10", model, shared.needed + (64 << 20), &status);
+    const Loaded exact = load_on("gb10:8", model, shared.needed + (64 << 20), &status);
     CHECK(exact.needed, "shared memory: the plan does not fit: %s", err);
 }
 #endif

@@ -467,7 +467,13 @@ static void test_cards(void) {
               cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, c.block_shared + 1) != cudaSuccess,
               "%s: shared memory of %d bytes and more", c.name, c.block_shared);
     }
-    CHECK(!cuda_on_cpu("rtx2080"), "a card that is not in the table");
+    int n_sm = 0;
+    CHECK(cuda_on_cpu("h100:16"), "a part of a card");
+    cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, 0);
+    CHECK(n_sm == 16, "16 SMs of a card: got %d", n_sm);
+    const char *const none[] = { "rtx2080", "h100:133", "h100:-1", "h100:", "h100:1x", ":4", "" };
+    for (const char *name : none)
+        CHECK(!cuda_on_cpu(name), "'%s': a card that is not in the table", name);
     cuda_on_cpu("h100");
 }
 

@@ -54,7 +54,7 @@ for card in rtx3090 $others; do one test_ops -cuda $few card=$card; done
 if [ -n "$long" ]; then
     for card in h100 rtx3090 $others; do one test_cuda -few card=$card tiny-moe-q4_k_m mini; done
 else
-    one test_cuda -few card=rtx3090 mini
+    one test_cuda -few card=rtx3090:16 mini
 fi
 one test_sampling -cuda seen position card=rtx3090
 one test_ops -plain -few
@@ -63,7 +63,7 @@ one test_sampling -plain -few
 one test_vision -cuda $few card=rtx3090
 [ -z "$long" ] || one test_cuda -few micro-dense-f16     # another dense target: test_draft
 [ -z "$long" ] || one test_cuda -few -host card=rtx3090 tiny-moe-q4_k_m mini
-one test_layout
+one test_layout card=h100:8            # few multiprocessors: each computes norms again, which takes time
 one test_ops -cuda $few -host expert_gate_up expert_down card=rtx3090
 [ -z "$long" ] || one test_ahead -cuda card=rtx3090
 [ -z "$long" ] || one test_verify -few card=rtx3090      # test_draft verifies too

@@ -21,9 +21,10 @@
  * expf and its like to the last bit; how many blocks are resident, so nothing may wait for another block (and who spins
  * for another thread without __nanosleep spins for ever); overlap of launches; several devices.
  *
- * It is a card of parts/cards.h: an H100 before cuda_on_cpu(name), to be called before anything else.
- * CUDA_ON_CPU_FAULT=driver, none, old, image, shared or pinned: the driver is too old, or missing; the card is older than 8.0;
- * there is no code for it; it has too little shared memory; small pieces of pinned memory are refused.
+ * It is a card of parts/cards.h: an H100 before cuda_on_cpu(name), to be called before anything else; "h100:16" is 16 of its
+ * multiprocessors, as MIG divides it: small models take less time, since each multiprocessor computes norms of its own.
+ * CUDA_ON_CPU_FAULT=driver, none, old, image, shared, pinned or little: the driver is too old, or missing; the card is older than
+ * 8.0; there is no code for it; it has too little shared memory; small pieces of pinned memory are refused; 400 MiB of memory.
  * CUDA_ON_CPU_THREADS=1 runs the blocks one after another on the host's thread; CUDA_ON_CPU_SEED=n changes the order. */
 #ifndef CUDA_RUNTIME_H
 #define CUDA_RUNTIME_H

@@ -696,10 +696,17 @@ bool cuda_allow_shared(const void *kernel, int bytes) {
     return true;
 }
 
-bool cuda_on_cpu(const char *name) {
-    const Card *named = find_card(name);
-    if (named) card = named;
-    return named;
+bool cuda_on_cpu(const char *name) {                   // NAME or NAME:SMS
+    static Card some;                                  // a part of a card
+    char whole[20];
+    int n_sm = 0, end = 0;
+    if (sscanf(name, "%19[^:]%n:%d%n", whole, &end, &n_sm, &end) < 1 || name[end]) return false;
+    const Card *named = find_card(whole);
+    if (!named || n_sm < 0 || n_sm > named->n_sm) return false;
+    some = *named;
+    if (n_sm) some.n_sm = n_sm;
+    card = &some;
+    return true;
 }
 
 void cuda_launch(cudaStream_t stream, const CudaLaunch *l) {
@@ -725,7 +732,7 @@ void cuda_launch(cudaStream_t stream, const CudaLaunch *l) {
 // An allocation ends, to 256 bytes, where a page begins that nobody may touch; another lies before it. What is left over in its
 // own pages is checked when it is freed, and what was freed stays out of bounds.
 
-static const size_t DEVICE_BYTES = (size_t)8 << 30, FILL_BYTES = 32 << 20;
+static const size_t FILL_BYTES = 32 << 20;
 typedef struct { char *map, *p; size_t map_bytes, bytes; bool freed; } Allocation;
 static struct { Allocation *at; int n, room; size_t used; } device, pinned;
 
@@ -751,11 +758,13 @@ static bool has_fault(const char *name) {
     return fault && !strcmp(fault, name);
 }
 
+static size_t device_bytes(void) { return has_fault("little") ? (size_t)400 << 20 : (size_t)8 << 30; }
+
 static cudaError_t allocate(void **p, size_t bytes, bool on_device) {
     auto &list = on_device ? device : pinned;
     const size_t rounded = (bytes + 255) / 256 * 256, pages = (rounded + PAGE - 1) / PAGE * PAGE;
     *p = nullptr;
-    if (!bytes || (on_device && (bytes > DEVICE_BYTES || device.used + rounded > DEVICE_BYTES))) return cudaErrorMemoryAllocation;
+    if (!bytes || (on_device && (bytes > device_bytes() || device.used + rounded > device_bytes()))) return cudaErrorMemoryAllocation;
     Allocation a = { (char *)map_memory(pages + 2 * PAGE), nullptr, pages + 2 * PAGE, bytes, false };
     if (!a.map) return cudaErrorMemoryAllocation;
     if (list.n == list.room) list.at = (Allocation *)realloc(list.at, (list.room += 256) * sizeof a);
@@ -798,8 +807,8 @@ cudaError_t cudaMallocHost(void **p, size_t bytes) {   // the backend's own buff
 }
 cudaError_t cudaFreeHost(void *p) { return release(p, false); }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
-    *free_bytes = DEVICE_BYTES - device.used;
-    *total = DEVICE_BYTES;
+    *free_bytes = device_bytes() - device.used;
+    *total = device_bytes();
     return cudaSuccess;
 }
 
