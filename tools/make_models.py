@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Makes all files of models/ from scratch: text, tokenized rows, two models, two draft models. One GPU, PyTorch 2.
+"""Makes all files of models/ from scratch: text, tokenized rows, two models, two draft models, an image tower.
+One GPU, PyTorch 2.
 
   python3 tools/make_models.py --work DIR              every stage whose files do not exist yet; can be stopped and restarted
   python3 tools/make_models.py --work DIR --only mini  one stage, in this process
   python3 tools/make_models.py --work DIR --smoke      every stage with a few steps, to check that all run
+  python3 tools/make_models.py --work DIR --only mmproj --seconds 450 --from FILE    the image tower, trained on from a file
   python3 tools/make_models.py --measure models        acceptance of the draft models in a folder (a minute)
 
-Stages run in parallel where possible: text | mini, mini-e (as the text comes) | rows (needs mini) | mtp, dflash |
+Stages run in parallel where possible: text | mini, mini-e (as the text comes) | rows, mmproj (need mini) | mtp, dflash |
 acceptance. Each writes DIR/STAGE.log. Training resumes from a state that is saved every 1000 steps.
 """
 import argparse
@@ -17,6 +19,7 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 STEPS, SMOKE_STEPS = {"mini": 5200, "mini-e": 8000}, 16   # of 65,536 ids
+SECONDS = 900                                  # of the image tower
 STAGES = {                                     # stage: (stages it needs, the file that it writes last)
     "text": ((), "text.done"),
     "mini": ((), "gemma4-mini-q8_0.gguf"),
@@ -24,6 +27,7 @@ STAGES = {                                     # stage: (stages it needs, the fi
     "rows": (("mini",), "rows.npz"),
     "mtp": (("rows",), "gemma4-mini-mtp-q8_0.gguf"),
     "dflash": (("rows",), "gemma4-mini-dflash-q8_0.gguf"),
+    "mmproj": (("mini",), "gemma4-mini-mmproj-f16.gguf"),
     "acceptance": (("mtp", "dflash"), "acceptance.md")}
 
 
@@ -34,7 +38,7 @@ def measured(folder, device, **sizes):
                                   device, **sizes)
 
 
-def run_stage(stage, work, smoke, device):
+def run_stage(stage, work, smoke, device, seconds=SECONDS, old=None):
     def file(name):
         return os.path.join(work, name)
 
@@ -59,6 +63,10 @@ def run_stage(stage, work, smoke, device):
         for kind, name in ((gguf.F16, "f16"), (gguf.Q8_0, "q8_0")):
             size = gemma4.write_model(file("%s-%s.gguf" % (form.file, name)), form, weights, kind)
             log("%s %s: %d bytes" % (form.file, name, size))
+    elif stage == "mmproj":
+        import see
+        see.TARGET = file("gemma4-mini-q8_0.gguf")
+        see.make(file(STAGES[stage][1]), device, log, 20 if smoke else seconds, old)
     elif stage == "acceptance":
         tables = measured(work, device, **(dict(n=8) if smoke else {}))
         with open(file("acceptance.md"), "w") as f:
@@ -109,12 +117,14 @@ if __name__ == "__main__":
     ap.add_argument("--only", choices=STAGES)
     ap.add_argument("--smoke", action="store_true")
     ap.add_argument("--device", default="cuda")
+    ap.add_argument("--seconds", type=float, default=SECONDS, help="time to train the image tower")
+    ap.add_argument("--from", dest="old", help="image tower to train on from")
     a = ap.parse_args()
     if a.measure:
         print(measured(a.measure, a.device))
         sys.exit()
     os.makedirs(a.work, exist_ok=True)
     if a.only:
-        run_stage(a.only, a.work, a.smoke, a.device)
+        run_stage(a.only, a.work, a.smoke, a.device, a.seconds, a.old)
     else:
         sys.exit(run_all(a.work, a.smoke, a.device))

@@ -1,6 +1,7 @@
 """Pictures for a model that sees: scenes, questions about them, and their drawing in PyTorch, a whole batch at once.
 
-  python3 tools/pictures.py --out DIR [--n 8] [--seed 1] [--size 96x96]     write pictures (PPM), questions and answers
+  python3 tools/pictures.py --out DIR [--n 8] [--seed 1] [--size 96x96] [--kind one] [--unseen]
+                                                write pictures (PPM), questions and answers; --unseen: with PAIRS (below)
 
 A scene is a plain description, drawn from a random number generator: one shape, several equal ones, two different ones, a number
 or a word. Splits, each decided by a hash and so the same for every seed: eval has the question forms that train leaves out, and
@@ -25,7 +26,7 @@ PLACES = {"on the left": (0.22, 0.5), "on the right": (0.78, 0.5), "at the top":
           "in the middle": (0.5, 0.5)}
 MOST = 6                                       # shapes of a picture
 PAIRS = [(c, s) for c in COLORS for s in SHAPES if zlib.crc32((c + " " + s).encode()) % 10 == 0]
-SHARES = {"one": 35, "many": 20, "two": 15, "number": 15, "word": 15}
+SHARES = {"one": 38, "many": 22, "two": 20, "number": 10, "word": 10}
 
 # 5 x 7 pixels a character, rows from the top, the leftmost pixel is 16.
 FONT = {k: [int(x, 16) for x in v.split()] for k, v in (line.split(":") for line in """
@@ -128,30 +129,51 @@ def scene(rnd, kind=None, held_out=False):
 
 FORMS = {
     "color": """The $s is\x01 $c\x01. | What color is the $s? | What is the color of the $s? | Which color does the $s have?
-    | Tell me the color of the $s. | What color is the shape? | What color is it? || Which color is the $s? | What color does the $s have?""",
+    | Tell me the color of the $s. | What color is the shape? | What color is it? | Which color is it? | Name the color. | What color?
+    | What is the color? | What color does it have? | What color can you see? | Tell me its color.
+    || Which color is the $s? | What color does the $s have?""",
     "shape": """It is a\x01 $s\x01. | What shape is it? | What shape is this? | Which shape is in the picture? | What is the shape?
-    | Name the shape. || Which shape is this? | What shape is in the picture?""",
-    "where": """The $s is\x01 $w\x01. | Where is the $s? | Where is the shape? | Tell me where the $s is.
+    | Name the shape. | Which shape is it? | What shape does it have? | What shape? | Tell me the shape. | What shape do you see?
+    | What kind of shape is this? | Which shape can you see? | What $c shape is this?
+    || Which shape is this? | What shape is in the picture?""",
+    "where": """The $s is\x01 $w\x01. | Where is the $s? | Where is the shape? | Tell me where the $s is. | Where is it?
+    | Where do you see the $s? | Where can you see it? | Where is the $c $s? | In which part of the picture is the $s? | Where?
+    | Where is the $s in the picture? | Which side is the $s on? | Where in the picture do you see the $s? | Tell me where it is.
     || Where in the picture is the $s?""",
     "one": """There is\x01 one\x01 $s. | How many shapes are there? | How many $p are there? | How many $p are in the picture?
+    | How many do you see? | How many $p do you see? | How many shapes can you see? | How many? | Count the shapes. | Count the $p.
+    | What is the number of shapes? | How many $p can you see? | Tell me how many shapes there are. | How many are there?
     || How many shapes are in the picture?""",
     "what": """There is $a. | What is in this picture? | What is in the picture? | What do you see? | Describe the picture.
-    | What is this? || What can you see? | Tell me what is in the picture.""",
+    | What is this? | What is it? | Describe this picture. | Describe it. | What do you see in the picture? | What is there?
+    | Tell me what you see. | What does the picture show? | What is on the picture? | Tell me about the picture. | What is that?
+    | Say what you see. | Look at the picture. What is in it? | What can you see here? | What is here? | Can you see the picture?
+    || What can you see? | Tell me what is in the picture.""",
     "count": """There are\x01 $n\x01 $p. | How many shapes are there? | How many $p are there? | How many $p are in the picture?
-    | Count the $p. || How many shapes are in the picture? | Tell me how many $p there are.""",
+    | Count the $p. | How many do you see? | How many $p do you see? | How many shapes can you see? | How many? | Count the shapes.
+    | What is the number of shapes? | How many $p can you see? | Tell me how many shapes there are. | How many are there?
+    || How many shapes are in the picture? | Tell me how many $p there are.""",
     "color of many": """The $p are\x01 $c\x01. | What color are the $p? | What is the color of the $p? | Which color do the $p have?
-    | What color are the shapes? || Which color are the $p? | What color are they?""",
+    | What color are the shapes? | Which color are they? | What color do they have? | Tell me the color of the $p. | Name the color.
+    | What color do the $p have? | Which color are the shapes? || Which color are the $p? | What color are they?""",
     "shape of many": """They are\x01 $p\x01. | What shapes are these? | Which shapes are in the picture? | Name the shapes.
-    || What shapes are in the picture?""",
+    | What shapes are they? | Which shapes are these? | What shapes do you see? | Tell me which shapes these are. | What are they?
+    | What shapes are there? | What kind of shapes are these? || What shapes are in the picture?""",
     "color of two": """The $s is\x01 $c\x01. | What color is the $s? | What is the color of the $s? | Which color does the $s have?
-    || Which color is the $s?""",
-    "shape of two": """The\x01 $s\x01 is $c. | Which shape is $c? | What shape is $c? | What is $c? || Name the shape that is $c.""",
-    "where of two": "The $s is\x01 $w\x01. | Where is the $s? | Tell me where the $s is. || Where in the picture is the $s?",
+    | Tell me the color of the $s. | What color do you see on the $s? | Name the color of the $s. || Which color is the $s?""",
+    "shape of two": """The\x01 $s\x01 is $c. | Which shape is $c? | What shape is $c? | What is $c? | Which of the shapes is $c?
+    | Which one is $c? | Name the $c shape. | What is the $c shape? | Tell me which shape is $c. || Name the shape that is $c.""",
+    "where of two": """The $s is\x01 $w\x01. | Where is the $s? | Tell me where the $s is. | Where do you see the $s?
+    | Where is the $c $s? | In which part of the picture is the $s? | Where is the $s in the picture? | Which side is the $s on?
+    || Where in the picture is the $s?""",
     "number": """The number is \x01$t\x01. | What number is this? | Which number is in the picture? | What is the number?
-    | Read the number. || Which number is this? | What number is in the picture?""",
+    | Read the number. | What number do you see? | Which number is it? | What number? | Which number can you see? | What number is it?
+    | Tell me the number. | What does the picture say? | Read it. || Which number is this? | What number is in the picture?""",
     "word": """The word is\x01 $t\x01. | What word is this? | Which word is in the picture? | What is the word? | Read the word.
-    || Which word is this? | What word is in the picture?""",
+    | What word do you see? | Which word is it? | What word? | Which word can you see? | What word is it? | Tell me the word.
+    | What does the picture say? | Read it. || Which word is this? | What word is in the picture?""",
     "color of text": """The $k is\x01 $c\x01. | What color is the $k? | What is the color of the $k? | Which color does the $k have?
+    | Tell me the color of the $k. | What color is it? | Which color is it? | Name the color. | What is the color? | What color?
     || Which color is the $k?"""}
 FORMS = {kind: [[f.strip() for f in part.split("|")] for part in forms.replace("\n", " ").split("||")]
          for kind, forms in FORMS.items()}
@@ -193,6 +215,14 @@ def ask(rnd, s, kind, split="train"):
     question = pick(rnd, held if split == "eval" else forms)
     for name, value in slots.items():
         question, answer = question.replace(name, str(value)), answer.replace(name, str(value))
+    if split != "eval":                                # as people write, too
+        x = rnd()
+        if x < 0.05:
+            question = pick(rnd, ("Look at the picture. ", "Please look. ", "Here is a picture. ", "Hello! ")) + question
+        elif x < 0.1:
+            question = question[0].lower() + question[1:]
+        elif x < 0.15:
+            question = question.rstrip("?.")
     return question, answer
 
 
@@ -338,10 +368,12 @@ if __name__ == "__main__":
     ap.add_argument("--n", type=int, default=8)
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--size", default="96x96")
+    ap.add_argument("--kind", choices=SHARES, help="of all pictures; default: by their shares in training")
+    ap.add_argument("--unseen", action="store_true")
     a = ap.parse_args()
     os.makedirs(a.out, exist_ok=True)
     rnd = random.Random("pictures %d" % a.seed).random
-    scenes = [scene(rnd) for _ in range(a.n)]
+    scenes = [scene(rnd, a.kind, a.unseen) for _ in range(a.n)]
     w, h = map(int, a.size.split("x"))
     with open(os.path.join(a.out, "questions.txt"), "w") as f:
         for i, (s, picture) in enumerate(zip(scenes, draw(scenes, w, h, seed=a.seed))):

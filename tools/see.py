@@ -23,7 +23,7 @@ import pictures as P
 import text
 import train
 from stories import pick
-from tokenizer import BOS, Tokenizer
+from tokenizer import BOS, PAD, SPACE, Tokenizer
 
 DIM, LAYERS, HEADS, FFN = 128, 4, 4, 288       # of the tower
 POSITIONS = 256                                # patches of a side, at most
@@ -31,7 +31,7 @@ PATCH, POOL, BASE = 16, 3, 100.0
 PATCHES = 36864                                # of all pictures of a step
 IDS = 28672                                    # of all conversations of a step, at most
 ALONE = 0.15                                   # part of the time in which the tower learns without the text model
-NAME = "gemma4-mini-mmproj-f16.gguf"
+TARGET = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "models", "gemma4-mini-q8_0.gguf")    # the text model
 VECTORS = ("ln1", "attn_post_norm", "ln2", "ffn_post_norm", "attn_q_norm", "attn_k_norm")
 
 
@@ -199,9 +199,37 @@ def encoded(part):
     return tokenizer.encode_marked(part)
 
 
+@functools.lru_cache(None)
+def said():
+    """-> the ids that the text model can say. Those that its training text lacked have all the same row in its table, so none of
+    them is ever the most likely one."""
+    t = gguf.read(TARGET)[1]["token_embd.weight"]
+    t = t - t.mean(0)
+    t /= np.sqrt(np.square(t).sum(1, keepdims=True))
+    return set((t @ t[PAD] < 0.99).nonzero()[0])
+
+
+@functools.lru_cache(None)
+def spelled(part):
+    """As encoded(), in ids that the text model can say: a word with another id is spelled with the fewest of them"""
+    ids, marks = [], []
+    for i, piece in enumerate(part.split("\x01")):
+        for word in tokenizer.words(piece):
+            usual = tokenizer.encode(word)
+            if not said().issuperset(usual):
+                s, best = word.replace(" ", SPACE), [[]]
+                for end in range(1, len(s) + 1):
+                    tails = [(best[a], tokenizer.id.get(s[a:end])) for a in range(end)]
+                    best.append(min((h + [t] for h, t in tails if h is not None and t in said()), key=len, default=None))
+                usual = best[-1]
+            ids += usual
+            marks += [i & 1] * len(usual)
+    return ids, marks
+
+
 def turn(question, answer):
     """-> ids of a turn, and for each: how much it counts in the loss"""
-    ask, (ids, marked) = encoded(question)[0] + encoded(text.END + text.MODEL + text.EMPTY_THOUGHT)[0], encoded(answer)
+    ask, (ids, marked) = encoded(question)[0] + encoded(text.END + text.MODEL + text.EMPTY_THOUGHT)[0], spelled(answer)
     end = encoded(text.END)[0][:1]
     return ask + ids + end, [0] * len(ask) + [1 + 3 * m for m in marked] + [1]
 
@@ -295,7 +323,7 @@ def size(rnd, budget):
 def batch(step, done):
     """-> what a step trains on. done: part of the time that has passed"""
     rnd = random.Random("see %d" % step).random
-    file, seen = size(rnd, 280 if rnd() < (0.3 if done < 0.75 else 0.5) else 70)
+    file, seen = size(rnd, 280 if rnd() < (0.4 if done < 0.75 else 0.6) else 70)
     n = seen[0] * seen[1] // 48 ** 2
     scenes = [P.scene(rnd, "one" if rnd() < (0.4 if done < 0.4 else 0.1) else None) for _ in range(PATCHES // (POOL ** 2 * n))]
     out = dict(file=file, seen=seen, tables=P.tables(scenes, *file), labels=np.array([labels(s) for s in scenes]))
@@ -378,14 +406,15 @@ def measure(tower, reader, device, log, n=256, titles=TESTS):
 
 
 class Training:
-    """Of the tower, towards answers of the text model in file target."""
+    """Of the tower, towards answers of the text model."""
 
-    def __init__(self, target, device, feed, fast, lr=0.02, adam_lr=2.5e-3, dt=torch.bfloat16):
+    def __init__(self, device, feed, fast, lr=0.02, adam_lr=2.5e-3, dt=torch.bfloat16, old=None):
+        """old: path of a tower to continue from"""
         self.device, self.feed, self.steps, self.sums = device, feed, 0, {}
-        self.reader, self.plain_reader = (Reader(target, device, dt, f) for f in (fast, False))
+        self.reader, self.plain_reader = (Reader(TARGET, device, dt, f) for f in (fast, False))
         dim = self.reader.form.dim
         scale = (self.reader.p["token_embd.weight"].square().mean() * dim).sqrt().item()
-        self.p = init(dim, device, scale)
+        self.p = {n: w.requires_grad_(True) for n, w in read(old, device).items()} if old else init(dim, device, scale)
         self.tower, self.plain_tower = (Tower(self.p, dt, f) for f in (fast, False))
         self.teller = torch.zeros(sum(map(len, LABELS.values())), DIM, device=device, requires_grad=True)
         self.optimiser = train.Optimiser(dict(self.p, teller=self.teller), lr, adam_lr, fast=False)
@@ -428,9 +457,11 @@ class Training:
         return True
 
 
-def train_tower(path, target, device, log, feed, seconds, fast=True, every=12, dt=torch.bfloat16):
-    """Trains the tower for a time and writes its file, now and then and at the end."""
-    t, begin = Training(target, device, feed, fast, dt=dt), time.time()
+def train_tower(path, device, log, feed, seconds, fast=True, every=30, dt=torch.bfloat16, old=None):
+    """Trains the tower for a time and writes its file, now and then and at the end. old: path of a tower to continue from, at
+    half the rate and without the time alone"""
+    rate, first, begin = 0.5 if old else 1.0, ALONE if old else 0, time.time()
+    t = Training(device, feed, fast, 0.02 * rate, 2.5e-3 * rate, dt, old)
     log("tower: %d parameters" % sum(w.numel() for w in t.p.values()))
     for done in (0, 0, 1, 1):                      # the first steps compile; what they find is not used
         feed.forget()
@@ -444,7 +475,7 @@ def train_tower(path, target, device, log, feed, seconds, fast=True, every=12, d
     good = [w.detach().clone() for w in t.optimiser.p.values()]
     seconds -= start - begin
     while True:
-        done = (time.time() - start) / seconds
+        done = first + (1 - first) * (time.time() - start) / seconds
         if done >= 1:
             break
         if done >= ALONE and joined is None:
@@ -466,4 +497,14 @@ def train_tower(path, target, device, log, feed, seconds, fast=True, every=12, d
             shown = time.time(), t.steps
     t.save(path)
     log("%d steps" % t.steps)
+    return t
+
+
+def make(path, device, log, seconds, old=None):
+    """Trains a tower, writes its file and logs what it sees. Forks, so nothing may have used the GPU before."""
+    said()
+    feed = Feed(max(2, (os.cpu_count() or 4) - 4))
+    t = train_tower(path, device, log, feed, seconds, device == "cuda", old=old)
+    feed.pool.terminate()
+    measure(t.plain_tower, t.plain_reader, device, log)
     return t

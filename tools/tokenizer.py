@@ -89,6 +89,11 @@ class Tokenizer:
                 out += [FIRST_BYTE + b for b in t.encode()]
         return out
 
+    @staticmethod
+    def words(text):
+        """-> the parts of a text that are encoded each by itself"""
+        return [m.group(0) for m in _words.finditer(text)]
+
     def encode(self, text):
         out, cache = [], self.cache
         for m in _words.finditer(text):
