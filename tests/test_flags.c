@@ -1,7 +1,7 @@
 /* test_flags.c - the command line with random combinations of flags. Flags come from the program's table, so a new flag
  * is tested automatically; values are valid, at a limit, or wrong, by the kind and range in the table.
  *
- *   build/test_flags [SEED [N [FIRST]]]      N random combinations (250; LONG=1: 5000) from number FIRST (1) on. Each
+ *   build/test_flags [SEED [N [FIRST]]]      N random combinations (150; LONG=1: 5000) from number FIRST (1) on. Each
  *                                            depends only on SEED and its number: repeat a failure with
  *                                            build/test_flags SEED 1 NUMBER
  * Each run of the program must end with status 0 and no error, or with status 1 and one error line; never by a signal.
@@ -515,7 +515,7 @@ static const struct { Verb verb; const char *words, *input; } failed[] = {
 int main(int argc, char **argv) {
     const uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     const bool is_long = getenv("LONG") && strcmp(getenv("LONG"), "0");
-    const int n = argc > 2 ? atoi(argv[2]) : is_long ? 5000 : 250, first = argc > 3 ? atoi(argv[3]) : 1;
+    const int n = argc > 2 ? atoi(argv[2]) : is_long ? 5000 : 150, first = argc > 3 ? atoi(argv[3]) : 1;
     const int jobs = getenv("RUNS") && atoi(getenv("RUNS")) > 0 ? min_int(atoi(getenv("RUNS")), 16) : 2;
     static Combination c;
     char *gemma4 = realpath(getenv("GEMMA4") ? getenv("GEMMA4") : "./gemma4", NULL);

@@ -16,8 +16,9 @@
  *
  * Arguments: the operations to test, for example `build/test_ops attend route`; none: all. -NAME before them: only the
  * backend of make BACKEND=parts/NAME.h, every fifth case. -cuda: the CUDA backend only; -plain: the plain CUDA backend
- * only; -few after it: every eleventh case, without the 100 rows for cuBLAS; plain: every 97th. Without them the CPU
- * backend runs every fifth case, with LONG=1 all, the plain backend every tenth. TEST_TIMES=1 prints seconds. */
+ * only; -few after it: every 23rd case, without the 100 rows for cuBLAS; plain: every 199th; -host: every eleventh.
+ * Without them the CPU backend runs every fifth case, with LONG=1 all, the plain one every tenth. TEST_TIMES=1 prints
+ * seconds. */
 #define TESTING
 #include "../gemma4.c"
 #include "card.h"
@@ -42,6 +43,7 @@ static char now[240];                   // "backend operation: case", the beginn
 
 #define CASE(name, ...) case_is(name, __VA_ARGS__)
 static int every = 1, n_cases;          // runs the first and then every `every`-th case of an operation
+static int attend_every;                // the same for attend; 0: no other number
 
 // Names the next case. True: it is run.
 __attribute__((format(printf, 2, 3))) static bool case_is(const char *name, const char *fmt, ...) {
@@ -50,7 +52,7 @@ __attribute__((format(printf, 2, 3))) static bool case_is(const char *name, cons
     va_start(ap, fmt);
     vsnprintf(now + n, sizeof now - (size_t)n, fmt, ap);
     va_end(ap);
-    return n_cases++ % every == 0;
+    return n_cases++ % (attend_every && !strcmp(name, "attend") ? attend_every : every) == 0;
 }
 
 // The CPU backend uses one thread here, which is faster if other programs use the cores too. The first 64 rows of most
@@ -3006,8 +3008,11 @@ int main(int argc, char **argv) {
     all_in_host = !cpu && *only && !strcmp(*only, "-host");
     only += all_in_host;
     const char *whole = getenv("LONG");
-    if (!cpu && few) n_runs_100 = 5, every = plain ? 97 : 11;
-    else if (cpu && (!whole || !strcmp(whole, "0"))) every = 5;
+    if (!cpu && few) {                                 // chosen so that each kernel runs
+        n_runs_100 = 5;
+        every = plain ? 199 : all_in_host ? 11 : 23;
+        attend_every = plain ? 123 : 22;
+    } else if (cpu && (!whole || !strcmp(whole, "0"))) every = 5;
     if (argc == 1) {
         start_threads(3);
         test_parallel();

@@ -12,7 +12,7 @@
  *
  * All tests except the first and the last run with any backend. TEST_TIMES=1 prints the time of one row of 262144
  * logits. Arguments: -NAME for the backend of make BACKEND=parts/NAME.h only, -cuda for the CUDA backend only, -plain
- * for the plain CUDA backend only, -few after it for a fifteenth of choice, edges and spread; then the tests to run:
+ * for the plain CUDA backend only, -few after it for a sixtieth of choice, edges and spread; then the tests to run:
  * distribution (not with these), choice, edges, spread, seen, position; none: all. */
 #define TESTING
 #include "../gemma4.c"
@@ -260,7 +260,7 @@ static int32_t choose(const float *logits, int vocab, const uint32_t *mask, cons
     return got;
 }
 
-static int shares = 1;                                 // 15: only a fifteenth of the runs
+static int shares = 1;                                 // 15: only a fifteenth of the runs, but one
 static int fewer(int runs) { return runs >= shares ? runs / shares : 1; }
 
 static void test_choice(void) {
@@ -882,7 +882,7 @@ int main(int argc, char **argv) {
     const bool cpu = !plain && (argc < 2 || strcmp(argv[1], "-cuda") != 0);
     const bool few = !cpu && argc > 2 && strcmp(argv[2], "-few") == 0;
     char **only = argv + (cpu ? 1 : few ? 3 : 2);
-    if (few) shares = 15;
+    if (few) shares = 60;
     test_weights();
     reference_ops()->init(&(Limits){ .max_rows = MAX_ROWS, .max_cols = 256, .vocab = BIG });
     if (cpu) run_all(reference_ops(), only);
