@@ -2093,12 +2093,16 @@ GGUF__INLINE void gguf__fifth_bits(const uint8_t *restrict h, int8_t *restrict w
 
 // Converts sixteen bytes, two per group, to integers: first those of the first halves, then those of the second.
 GGUF__INLINE void gguf__split_halves(const void *bytes, bool is_signed, int minus, int32_t (*restrict out)[8]) {
-    uint16_t pair[8];
-    memcpy(pair, bytes, 16);
-    GGUF__VECTOR_LOOP for (int g = 0; g < 8; g++) {
-        out[0][g] = (is_signed ? (int8_t)(pair[g] & 255) : pair[g] & 255) - minus;
-        out[1][g] = (is_signed ? (int8_t)(pair[g] >> 8) : pair[g] >> 8) - minus;
-    }
+#ifdef __AVX2__
+    const __m128i b = _mm_loadu_si128((const __m128i *)bytes);
+    const __m256i pair = is_signed ? _mm256_cvtepi8_epi16(b) : _mm256_cvtepu8_epi16(b), m = _mm256_set1_epi32(minus);
+    const __m256i first = _mm256_srai_epi32(_mm256_slli_epi32(pair, 16), 16);
+    _mm256_storeu_si256((__m256i *)(void *)out[0], _mm256_sub_epi32(first, m));
+    _mm256_storeu_si256((__m256i *)(void *)out[1], _mm256_sub_epi32(_mm256_srai_epi32(pair, 16), m));
+#else
+    const uint8_t *b = (const uint8_t *)bytes;
+    for (int i = 0; i < 16; i++) out[i % 2][i / 2] = (is_signed ? (int8_t)b[i] : b[i]) - minus;
+#endif
 }
 
 // Q4_K, Q5_K: 6-bit scales sc and minima mn of the eight sub-blocks, from the twelve bytes s. Bytes 0..3 and 4..7 hold
@@ -2744,6 +2748,18 @@ GGUF__INLINE void gguf__dot_tile(int type, const uint8_t *b, size_t row_size, si
         for (size_t i = 0; i < n_w; i++) out[r * out_stride + i] = gguf__fold(acc[r][i], 8);
 }
 
+// acc[g] += ends[at + g], g < n.
+GGUF__INLINE void gguf__add_ends(float *acc, const float *ends, size_t at, size_t n) {
+#ifdef __AVX2__
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), from = _mm256_set1_epi32((int)at);
+    const __m256i is_used = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), lane);
+    const __m256 moved = _mm256_permutevar8x32_ps(_mm256_loadu_ps(ends), _mm256_add_epi32(lane, from));
+    _mm256_storeu_ps(acc, _mm256_add_ps(_mm256_loadu_ps(acc), _mm256_and_ps(moved, _mm256_castsi256_ps(is_used))));
+#else
+    for (size_t g = 0; g < n; g++) acc[g] += ends[at + g];
+#endif
+}
+
 // n_w weight rows times one activation row, one weight row after the other. The groups after the last whole part of a
 // row are processed together with those of other rows, as many as fill a part. Weights are prefetched one page ahead,
 // because they come from main memory and the hardware prefetcher stops at the end of a page.
@@ -2754,7 +2770,7 @@ GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, siz
     const size_t parts = n / 256, rest = gguf__types[type].elems < 256 ? n % 256 / 32 : 0;
     const size_t at_once = rest ? 8 / rest : 1;
     const size_t rest_bytes = row_size - parts * bytes;
-    float ends[8];
+    float ends[8] = {0};
     Gguf__Weights w;
     for (size_t i = 0; i < n_w; i++, b += row_size) {
         float acc[8] = {0};
@@ -2772,7 +2788,7 @@ GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, siz
             gguf__unpack_words(type, b + part * bytes, 8, &w);
             gguf__add_part(type, &w, x + part, acc);
         }
-        for (size_t g = 0; g < rest; g++) acc[g] += ends[i % at_once * rest + g];
+        if (rest) gguf__add_ends(acc, ends, i % at_once * rest, rest);
         out[i] = gguf__fold(acc, 8);
     }
 }
