@@ -73,6 +73,7 @@ static bool picture_bytes(const GgufJson *part, TokText *out, char *err, size_t 
     char *url = malloc(text.n + 1);
     if (!url) return no_memory(err, err_size);
     const size_t n = gguf_json_string(&text, url);
+    url[n] = 0;
     const bool is_data = n > 5 && !memcmp(url, "data:", 5), is_address = !is_data && memchr(url, ':', n);
     char *comma = is_data ? memchr(url, ',', n) : NULL, *from = comma ? comma + 1 : url;
     if (is_address)
