@@ -2761,13 +2761,14 @@ GGUF__INLINE void gguf__add_ends(float *acc, const float *ends, size_t at, size_
 }
 
 // n_w weight rows times one activation row, one weight row after the other. The groups after the last whole part of a
-// row are processed together with those of other rows, as many as fill a part. Weights are prefetched one page ahead,
-// because they come from main memory and the hardware prefetcher stops at the end of a page.
+// row are processed together with those of other rows, as many as fill a part. has_rest: there may be such groups; a
+// constant, since the loop over parts is faster without them. Weights are prefetched one page ahead, because they come
+// from main memory and the hardware prefetcher stops at the end of a page.
 enum { GGUF__AHEAD = 4096 };  // bytes
-GGUF__INLINE void gguf__dot_row(int type, const uint8_t *b, size_t row_size, size_t n_w, const Gguf__Acts *x, size_t n,
-                                float *out) {
+GGUF__INLINE void gguf__dot_row(int type, bool has_rest, const uint8_t *b, size_t row_size, size_t n_w,
+                                const Gguf__Acts *x, size_t n, float *out) {
     const size_t bytes = (size_t)256 / gguf__types[type].elems * gguf__types[type].bytes;
-    const size_t parts = n / 256, rest = gguf__types[type].elems < 256 ? n % 256 / 32 : 0;
+    const size_t parts = n / 256, rest = has_rest && gguf__types[type].elems < 256 ? n % 256 / 32 : 0;
     const size_t at_once = rest ? 8 / rest : 1;
     const size_t rest_bytes = row_size - parts * bytes;
     float ends[8] = {0};
@@ -3138,7 +3139,9 @@ void gguf_dot_q8_rows(int type, const void *w, size_t n_w, const void *packed, s
     assert(gguf_type_supported(type) && gguf_block_elems(type) >= 32 && n % (size_t)gguf_block_elems(type) == 0);
     if (n_rows == 1) {
         const Gguf__Acts *x = (const Gguf__Acts *)packed;
-        GGUF__FOR_TYPE(type, gguf__dot_row(T, (const uint8_t *)w, row_size, n_w, x, n, out))
+        const uint8_t *b = (const uint8_t *)w;
+        if (n % 256) GGUF__FOR_TYPE(type, gguf__dot_row(T, true, b, row_size, n_w, x, n, out))
+        else GGUF__FOR_TYPE(type, gguf__dot_row(T, false, b, row_size, n_w, x, n, out))
         return;
     }
 #ifdef GGUF__WIDE
