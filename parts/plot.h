@@ -190,7 +190,7 @@ static const Chart *choose_chart(const Table *t, const char *kind) {
 
 // ==== [3] Curves and their names =====================================================================================
 // Two rows belong to one curve if the same words describe them. A curve is named by those of its words that not all
-// rows have; the others are printed once, below the title.
+// rows have, "default" if it has none; the others are printed once, below the title.
 
 enum { MOST_WORDS = 24, WORD_ROOM = 96, MOST_CURVES = 28 };
 
@@ -282,6 +282,7 @@ static void name_curves(Plot *p) {
         row_words(p, p->points[i].row, &words);
         for (int k = 0; k < words.n; k++)
             if (!has_plot_word(&common, words.word[k])) append_word(name, sizeof name, words.word[k]);
+        if (!*name) append_word(name, sizeof name, "default");
         while (c < p->n_curves && strcmp(p->names[c], name)) c++;
         p->points[i].curve = c;
         if (c < p->n_curves) continue;

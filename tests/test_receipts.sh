@@ -40,7 +40,15 @@ ok "a changed table differs" [ "$status" -eq 1 ]
 page "<!-- receipt t.csv al config~n=4 config~a.gguf ctx=2048 -->" "<!-- end -->"
 receipts
 ok "rows are chosen by words and values" [ "$(grep -c '^| 2.50 |$' "$tmp/tree/docs/page.md")/$(grep -c '^|' "$tmp/tree/docs/page.md")" = 1/3 ]
-for wrong in "t.csv nothing/it has no column nothing" "none.csv ctx/cannot be read" "t.csv ctx ctx=7/no row is chosen"; do
+page "<!-- receipt t.csv al config!tree=16 config~a.gguf -->" "<!-- end -->"
+receipts
+ok "rows are chosen by a word that they lack" [ "$(sed -n '/^|/p' "$tmp/tree/docs/page.md" | tr '\n' '/')" = "| al |/|---|/| 2.50 |/" ]
+printf '"a","b"\n"x","1.5"\n' >"$tmp/tree/docs/receipts/quoted.csv"
+printf 'a,b\n"x,y",1.5\n' >"$tmp/tree/docs/receipts/comma.csv"
+page "<!-- receipt quoted.csv a b -->" "<!-- end -->"
+receipts
+ok "cells in quotes" grep -q '^| x | 1.50 |$' "$tmp/tree/docs/page.md"
+for wrong in "t.csv nothing/it has no column nothing" "none.csv ctx/cannot be read" "comma.csv a/a row of 3 cells, expected 2" "t.csv ctx ctx=7/no row is chosen"; do
     page "<!-- receipt ${wrong%%/*} -->" "<!-- end -->"
     receipts
     ok "refused: ${wrong#*/}" grep -q "${wrong#*/}" "$tmp/err"

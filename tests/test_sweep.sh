@@ -101,6 +101,10 @@ ok "plot: tokens of the texts" grep -q '>64K</text>' "$tmp/out"
 { echo ctx,decode_tps; for ctx in 1024 1100 1200 1300 20000 65536 66000 70000 1048576; do echo "$ctx,5"; done; } >"$tmp/near.csv"
 plot speed "$tmp/near.csv"
 ok "plot: contexts that are near each other share a mark" [ "$(grep -c '>[0-9.]*[KM]</text>' "$tmp/out")" -eq 4 ]
+printf 'config,ctx,decode_tps\na,1024,5\na,2048,4\na tree=16,1024,6\na tree=16,2048,5\n' >"$tmp/two.csv"
+plot speed "$tmp/two.csv"
+is "plot: a curve without words of its own has a name" "$(sed -n 's/^<text x="[0-9]*.0".*>\(default\|tree=16\)<\/text>$/\1/p' "$tmp/out" | tr '\n' ' ')" \
+    "default tree=16 "
 run plot "$tmp/n.csv" -o "$tmp/n.svg"
 ok "plot -o: the file" grep -q '</svg>' "$tmp/n.svg"
 printf '%s\n' "$columns" >"$tmp/empty.csv"

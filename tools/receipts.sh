@@ -1,7 +1,7 @@
 #!/bin/sh
 # Writes figures in README.md and docs/*.md again from the tables in docs/receipts/ (make receipts):
 #   <!-- receipt NAME.csv CELL .. -->   what follows, up to <!-- end -->, is a table. CELL: a column; COLUMN=VALUE chooses
-#                                       rows, COLUMN~WORD those whose cell has this word
+#                                       rows, COLUMN~WORD those whose cell has this word, COLUMN!WORD the others
 #   ![..](receipts/NAME.KIND.svg)       a picture: gemma4 plot NAME.csv --kind KIND
 #
 #   tools/receipts.sh [--check] [FOLDER]     --check: changes nothing, names what differs, and then ends with status 1
@@ -34,17 +34,17 @@ for page in README.md docs/*.md; do
         if (v !~ /^-?[0-9]*\.[0-9]*(e[-+]?[0-9]+)?$/) return v
         return sprintf(v >= 1000 ? "%.0f" : v >= 100 ? "%.1f" : v >= 1 ? "%.2f" : "%.3f", v)
     }
-    function table(words, n,    file, line, k, i, op, name, value, head, at, cell, keep, n_cells, n_rows, rule, names, row) {
+    function table(words, n,    file, line, k, i, op, name, value, head, at, cell, keep, n_cells, n_rows, rule, names, row, found) {
         file = "docs/receipts/" words[3]
-        for (i = 4; i < n; i++) {                      # a column; or a column, = or ~, and a value
-            k = match(words[i], /[=~]/)
+        for (i = 4; i < n; i++) {                      # a column; or a column, one of = ~ !, and a value
+            k = match(words[i], /[=~!]/)
             name[i] = k ? substr(words[i], 1, k - 1) : words[i]
             op[i] = k ? substr(words[i], k, 1) : ""
             value[i] = substr(words[i], k + 1)
         }
         while ((k = (getline line <file)) > 0) {
             if (line ~ /^#/ || line == "") continue
-            if (line ~ /"/) fail(file ": a cell in quotes, which are not read here")
+            gsub(/"/, "", line)                        # a comma in a cell would make one cell too many
             n_cells = split(line, cell, ",")
             if (!head) {
                 head = n_cells
@@ -61,7 +61,10 @@ for page in README.md docs/*.md; do
             keep = 1; row = "|"
             for (i = 4; i < n; i++) {
                 if (op[i] == "=") keep = keep && cell[at[name[i]]] == value[i]
-                else if (op[i] == "~") keep = keep && index(" " cell[at[name[i]]] " ", " " value[i] " ")
+                else if (op[i]) {
+                    found = index(" " cell[at[name[i]]] " ", " " value[i] " ") > 0
+                    keep = keep && found == (op[i] == "~")
+                }
                 else row = row " " shown(cell[at[name[i]]]) " |"
             }
             if (keep) { print row; n_rows++ }
