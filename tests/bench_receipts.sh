@@ -16,7 +16,7 @@ parts() {
 speed           26B, 31B, E4B, E2B: prompts of 512 and 4096, generation, beside llama.cpp
 speed-cpu       the same on the processor: prompts of 128 and 512
 26b-long        26B, q8_0, DFlash 4 and 8, 64K to 512K, in 24 GiB
-26b-1m          26B, tq3, 1M, in 24 GiB, cache of random rows
+26b-1m          26B, tq3, 1M, without drafts and with MTP 2, in 24 GiB, cache of random rows
 26b-1m-dflash   the same with DFlash 4, after a prompt
 31b-long        31B, tq3, MTP 2, 64K to 256K, in 24 GiB
 draft-26b       26B, DFlash: 0 to 15 drafts at the acceptance of code and of prose, at 4K
@@ -98,6 +98,8 @@ reported() {
 26B DFlash 63.8 - 26b-long q8_0 262144 4
 26B DFlash 62.4 - 26b-long q8_0 524288 4
 26B DFlash 26 - 26b-long tq3 1048000 4
+26B MTP 19.8 1.00 26b-long tq3 1048000 0
+26B MTP 23.7 - 26b-long tq3 1048000 2
 31B MTP 6.26 1.00 31b-long tq3 65536 0
 31B MTP 10.07 - 31b-long tq3 65536 2
 31B MTP 10.18 - 31b-long tq3 131072 2
@@ -173,7 +175,8 @@ run_part() {
         sweep 26b-long --vram 24 -ctk q8_0 -d 65536,131072,262144,524288 -md "$dflash" --draft-max 4,8 --spec-force 0.7 ;;
     26b-1m)
         big
-        sweep 26b-long --vram 24 -ctk tq3 -d 1048000 --fill random ;;
+        sweep 26b-long --vram 24 -ctk tq3 -d 1048000 --fill random -md none
+        sweep 26b-long --vram 24 -ctk tq3 -d 1048000 --fill random -md "$mtp" --draft-max 2 --spec-force 0.57 ;;
     26b-1m-dflash)
         big
         sweep 26b-long --vram 24 -ctk tq3 -d 1048000 -md "$dflash" --draft-max 4 --spec-force 0.7 ;;

@@ -103,7 +103,7 @@ for table in 26b-long 31b-long draft-26b-code draft-26b-prose draft-31b-code dra
     ok "$table.csv: a table of sweep" grep -q '^config,arch,' "$tmp/out/$table.csv"
 done
 rows() { echo $(($(wc -l <"$tmp/out/$1.csv") - 1)); }
-ok "26b-long: 3 + 1 + 1 curves" [ "$(rows 26b-long)" -eq 5 ]
+ok "26b-long: 3 + 2 + 1 curves" [ "$(rows 26b-long)" -eq 6 ]
 ok "draft-26b: without and 4 settings" [ "$(rows draft-26b-code)" -eq 5 ]
 ok "ablation: 3 + 1 + 3 + 2 + 2 settings" [ "$(rows ablation)" -eq 11 ]
 ok "trees: 5 sizes" [ "$(rows trees-31b)" -eq 5 ]
