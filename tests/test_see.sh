@@ -18,4 +18,6 @@ says 70 blue_square "What is in this picture?" "There is a blue square."
 says 70 red_triangle "What color is it?" "The triangle is red."
 says 70 orange_8 "What number is this?" "The number is 8."
 says 70 red_dog "What word is this?" "The word is dog."
-finish see
+ok "the start says what the vocabulary lacks" \
+    grep -qx '# note: the vocabulary has no <|image> and <image|>: pictures stand in the prompt without them' "$tmp/err"
+finish test_see
