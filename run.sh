@@ -1,5 +1,6 @@
 #!/bin/sh
 # Builds gemma4 and runs it:    ./run.sh [MODEL.gguf] [gemma4 flags ...]
+# Says what is in a picture:    ./run.sh --image FILE
 # Downloads a model to models/: ./run.sh --fetch NAME          (resumes a partial download; without NAME: the list)
 #                               ./run.sh --fetch best          (the one that suits this machine; says why)
 # Downloads prompts for gemma4 eval: ./run.sh --fetch humaneval  (or gsm8k, math)
@@ -229,7 +230,7 @@ case ${1:-} in
     if [ "${2:-}" = best ]; then advise "$file"; fi
     exit ;;
 -h | --help)
-    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
     echo ;;
 esac
 
@@ -285,8 +286,15 @@ fi
 model=${GEMMA4_MODEL:-$here/models/gemma4-mini-q8_0.gguf}
 case ${1:-} in
 '') set -- -p "Tell me a story about a fox." --temp 0 ;;
+--image) [ $# -ne 2 ] || set -- "$@" -p "What is in this picture?" --temp 0 ;;
 -*) ;;
 *) model=$1; shift ;;
+esac
+# The small model comes with an image tower.
+tower=${model%-q8_0.gguf}-mmproj-f16.gguf
+case " $* " in
+*" --mmproj "* | *" -mm "*) ;;
+*" --image "*) [ ! -f "$tower" ] || set -- --mmproj "$tower" "$@" ;;
 esac
 # The small model comes with a draft model. gemma4 uses it where that makes answers faster on this machine.
 drafter=${model%-q8_0.gguf}-dflash-q8_0.gguf

@@ -142,7 +142,19 @@ static void load_tokenizer(Tokenizer *t, Gguf *g, int vocab) {
     free(types);
 }
 
-static void model_tokenizer(Model *m, Tokenizer *t) { load_tokenizer(t, &m->gguf, m->config.vocab); }
+// Notes the tokens around a picture that the vocabulary lacks, if the model has an image tower.
+static void note_picture_tokens(const Model *m, const Tokenizer *t) {
+    const bool open = t->image_open >= 0, close = t->image_close >= 0;
+    if (m->vision && !(open && close))
+        fprintf(stderr, "# note: the vocabulary has no %s%s%s: pictures stand in the prompt without %s\n",
+                open ? "" : "<|image>", open || close ? "" : " and ", close ? "" : "<image|>",
+                open || close ? "it" : "them");
+}
+
+static void model_tokenizer(Model *m, Tokenizer *t) {
+    load_tokenizer(t, &m->gguf, m->config.vocab);
+    note_picture_tokens(m, t);
+}
 
 // ==== [2] Model and plan in words ===================================================================================
 

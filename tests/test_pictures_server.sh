@@ -10,6 +10,7 @@ if [ ! -x "$make_gguf" ]; then
     ${CC:-cc} -std=c11 -O2 tests/make_gguf.c -o "$make_gguf" -lm || exit 1
 fi
 "$make_gguf" --preset micro-dense --vocab 262144 --quant q8_0 --out "$tmp/text.gguf" &&
+    "$make_gguf" --preset micro-dense --vocab 258000 --quant q8_0 --out "$tmp/half.gguf" &&
     "$make_gguf" --preset micro-dense --kind mmproj --quant f32 --out "$tmp/tower.gguf" || exit 1
 run serve "$tmp/text.gguf" --host 203.0.113.1 --port 0               # an address that this machine does not have
 if ! command -v curl >/dev/null 2>&1 || grep -q 'libmicrohttpd' "$tmp/err"; then
@@ -63,6 +64,9 @@ few='"temperature":0,"max_tokens":6'
 chat=/v1/chat/completions
 
 start -np 2 --mmproj "$tmp/tower.gguf" --session-dir "$tmp/sessions"
+ok "a vocabulary with the tokens around an image: no note" [ "$(grep -c 'the vocabulary has no' "$tmp/log")" -eq 0 ]
+run "$tmp/half.gguf" --mmproj "$tmp/tower.gguf" -p hi -n 1
+ok "a vocabulary with one of them: the start says so" grep -qx '# note: the vocabulary has no <image|>: .*' "$tmp/err"
 
 # ---- the same image in every form ------------------------------------------------------
 get /props

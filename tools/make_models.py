@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Makes all files of models/ from scratch: text, tokenized rows, two models, two draft models, an image tower.
-One GPU, PyTorch 2. The image tower is not among the files yet: it was not good enough.
+One GPU, PyTorch 2. models/README.md says how long each stage took; the image tower is trained for --seconds.
 
   python3 tools/make_models.py --work DIR              every stage whose files do not exist yet; can be stopped and restarted
   python3 tools/make_models.py --work DIR --only mini  one stage, in this process

@@ -380,4 +380,6 @@ if __name__ == "__main__":
             write_ppm(os.path.join(a.out, "%03d.ppm" % i), picture)
             for kind in kinds(s):
                 question, answer = ask(rnd, s, kind, "eval")
+                if kind == "what":
+                    kind = "what (%s)" % s["kind"]
                 f.write("%03d.ppm|%s|%s|%s\n" % (i, kind, question, answer.replace("\x01", "")))
