@@ -729,8 +729,8 @@ static bool run_file_verb(const Flags *f) {
     return true;
 }
 
-// -ot, --cpu-moe and -ncmoe as one list of patterns; NULL: none of them is given.
-static const char *tensor_places(const Flags *f) {
+// -ot, --cpu-moe and -ncmoe as one list of patterns; NULL: none of them is given. In memory of its own.
+static char *tensor_places(const Flags *f) {
     char *list = NULL;
     size_t n = 0;
     FILE *out = open_memstream(&list, &n);
@@ -766,7 +766,7 @@ static ModelOptions plan_options(const Flags *f) {
     o.pflash_density = (float)f->pflash_density / 100;
     o.pflash_from = o.pflash_density ? 0 : (int)f->pflash_from;
     o.untied = is_choice(f->kv_layout, "untied");
-    o.place = tensor_places(f);
+    o.place = f->place;
     struct stat st;
     const bool own = f->projector ? !stat(f->projector, &st) && S_ISDIR(st.st_mode) : f->images.n > 0;
     o.projector = own ? "" : f->projector;
@@ -776,10 +776,12 @@ static ModelOptions plan_options(const Flags *f) {
 }
 
 // Splits words separated by commas; if text is NULL, the list has one word, NULL. choices: what they may be, or NULL.
+// The caller frees list.text, which holds the words too.
 static TextList split_words(const char *flag, const char *text, const char *choices) {
-    TextList list = { alloc_or_die(text ? strlen(text) + 1 : 1, sizeof *list.text), 1 };
+    const size_t most = text ? strlen(text) + 1 : 1;   // words, and bytes of text
+    TextList list = { alloc_or_die(most, sizeof *list.text + 1), 1 };
     if (!text) return list;
-    char *copy = alloc_or_die(strlen(text) + 1, 1), *rest = strcpy(copy, text);
+    char *rest = memcpy(list.text + most, text, most);
     list.n = 0;
     for (char *word; (word = strsep(&rest, ",")); ) {
         if (!*word || (choices && !is_listed(choices, word)))
@@ -844,6 +846,9 @@ static void run_bench(const Flags *f, const Ops *ops) {
                     one.drafter ? " -md " : "", one.drafter ? one.drafter : "");
         b.n_printed = verb_bench(f->model, ops, o, &b);
     }
+    free(k.text);
+    free(v.text);
+    free(drafters.text);
 }
 
 // The numbers of a list, each from 1 on, or 0 if that is allowed, and at most DRAFT_MAX.
@@ -862,7 +867,7 @@ static char *sweep_settings(const Flags *f, const Ops *ops) {
         { "pflash", f->pflash }, { "pflash_density", f->pflash_density },
         { "pflash_from", (f->pflash > 0) * f->pflash_from } };
     const char *const words[][2] = { { "kv_swa", f->ring_type }, { "kv_layout", f->kv_layout },
-                                     { "place", tensor_places(f) },
+                                     { "place", f->place },
                                      { "text", f->prompt_file ? base_name(f->prompt_file) : NULL } };
     char *text = NULL;
     size_t n;
@@ -901,6 +906,9 @@ static void run_sweep(const Flags *f, const Ops *ops, ModelOptions o) {
     first.draft_max = DRAFT_MAX;
     s.forced = parse_forced(&first);
     verb_sweep(f->model, ops, o, &s);
+    free(s.k_types.text);
+    free(s.v_types.text);
+    free(s.drafters.text);
     free(settings);
     free(text);
 }
@@ -956,10 +964,12 @@ static const Ops *choose_ops(const Flags *f) {
 
 // Does what the command line asks for. Returns the exit status.
 static int command_line(int argc, char **argv) {
-    Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN, .top_p = NAN,
-                .min_p = NAN, .repeat = NAN, .seed = NAN, .n_runs = 5, .port = 8080, .parallel = 1, .queue = 64,
-                .timeout = 3600, .max_body = 16, .cache_ram = -1, .session_disk = 65536,
-                .pflash_from = 16384, .n_needles = 1, .compress_from = COMPRESS_FROM, .last = VIEW_ROWS };
+    // static: what a flag holds lives until the program ends
+    static Flags f = { .n_predict = -1, .n_ctx = -1, .think_budget = -1, .temperature = NAN, .top_k = NAN,
+                       .top_p = NAN, .min_p = NAN, .repeat = NAN, .seed = NAN, .n_runs = 5, .port = 8080,
+                       .parallel = 1, .queue = 64, .timeout = 3600, .max_body = 16, .cache_ram = -1,
+                       .session_disk = 65536, .pflash_from = 16384, .n_needles = 1, .compress_from = COMPRESS_FROM,
+                       .last = VIEW_ROWS };
     int status = 0;
     signal(SIGXFSZ, SIG_IGN);                          // a file size limit is an error like a full disk
     parse_flags(&f, argc, argv);
@@ -994,6 +1004,7 @@ static int command_line(int argc, char **argv) {
     if (run_file_verb(&f)) return 0;
 
     const Ops *ops = choose_ops(&f);
+    f.place = tensor_places(&f);
     ModelOptions o = plan_options(&f);
     const Ops *judge = is_choice(f.against, "reference") ? reference_ops() : cpu_ops();
     if (f.verb == PLAN) plan_drafting(&f, &o, 1);
@@ -1009,9 +1020,6 @@ static int command_line(int argc, char **argv) {
     case LOGITS: run_logits(&f, ops, o); break;
     default:    status = verb_generate(&f, ops, o);
     }
-    free(f.stops.text);
-    free(f.biases.text);
-    free(f.pairs.text);
     return status;
 }
 #endif

@@ -80,6 +80,7 @@ typedef struct {
     double think_budget, memory, n_cpu_moe, tail, draft_max, draft_min_p, tree;
     double pflash, pflash_from, pflash_density, n_needles, compress, compress_from, last;
     TextList biases, stops, origins, places, images;
+    char *place;              // tensor_places()
     bool cpu_moe;
     bool interactive, shift, verbose, raw, think, show_thoughts, ignore_eos, greedy, check_tensors, plain, special,
         lazy_draft;
