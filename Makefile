@@ -135,10 +135,10 @@ test-programs: $(EMULATOR) $(TESTS) $(LINES) $(FAULTS)   ## build the test progr
 # run: -Og in place of -O3, which gives the same bits.
 TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-Og))
 $(BENCHES): TEST_COMPILE = $(COMPILE)
-# It compiles the whole engine, to count its allocations.
-$(B)/test_forward: TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-O1))
-# Most of its time goes into loops of the reference and of its own.
-$(B)/test_ops: TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-O2))
+# It counts allocations, also those of the objects that it links.
+$(B)/test_forward: override LDFLAGS += $(if $(FAULTS),$(addprefix -Wl$(comma)--wrap=,malloc calloc realloc aligned_alloc))
+# Most of their time goes into loops of the reference and of their own.
+$(B)/test_ops $(B)/test_forward: TEST_COMPILE = $(patsubst -g,-g1,$(COMPILE:-O3=-O2))
 # It counts calls of functions instead of seconds.
 $(B)/test_grammar: TEST_COMPILE += -finstrument-functions
 # It has the server in it.

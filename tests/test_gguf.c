@@ -3,7 +3,10 @@
  * Run from the top of the repository. Each file is built in memory, as a small valid file with one change, and parsed
  * from a heap copy of its exact length, so that AddressSanitizer finds every read past the end. */
 #define _GNU_SOURCE
-#define GGUF_IMPLEMENTATION
+#include <errno.h>
+#include <math.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include "gguf.h"
 #include "test.h"
 
@@ -101,7 +104,7 @@ static volatile uint8_t sink;
 static void touch(const Gguf *g) {                  // reads the first and last byte of everything that was accepted
     for (size_t i = 0; i < g->n_kvs; i++) {
         const GgufKv *k = &g->kvs[i];
-        size_t size = k->elem_type == GGUF_V_STR ? 1 : gguf__values[k->elem_type].bytes;
+        size_t size = k->elem_type == GGUF_V_STR ? 1 : gguf_value_bytes(k->elem_type);
         sink ^= (uint8_t)(k->key.s[0] ^ k->key.s[k->key.n - 1]);
         if (k->strs) {
             for (size_t j = 0; j < k->count; j++)

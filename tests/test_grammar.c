@@ -2,8 +2,8 @@
  * tokens; masks compared with trying every token; random grammars against a naive matcher; answers sampled from masks
  * against a schema validator; errors, limits, memory. build/test_grammar [-time] also prints the time of masks. Uses
  * the tokenizer of models/gemma4-mini-q8_0.gguf, and Gemma 4's vocabulary if there is gzip. */
-#define _GNU_SOURCE                     // gguf.h: open, pread, mmap
-#define GGUF_IMPLEMENTATION
+#define _GNU_SOURCE
+#include <math.h>
 #include "../gguf.h"
 #define TOKENIZER_IMPLEMENTATION
 #include "../tokenizer.h"

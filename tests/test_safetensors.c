@@ -4,7 +4,8 @@
  * and the expected result. Files are parsed from a heap copy of their exact length: AddressSanitizer finds every read
  * past it. */
 #define _GNU_SOURCE
-#define GGUF_IMPLEMENTATION
+#include <sys/stat.h>
+#include <unistd.h>
 #include "gguf.h"
 #include "test.h"
 

@@ -2,10 +2,9 @@
  * forms of pydantic, C# and TypeScript) become grammars; texts drawn from them satisfy the validator of validate.h. All
  * integers near many bounds, decimal numbers, multiples, and random regular expressions against the same validator.
  * build/test_schema -samples prints drawn texts, for other validators. */
-#define _GNU_SOURCE                     // gguf.h: open, pread, mmap
-#define GGUF_IMPLEMENTATION
+#define _GNU_SOURCE
+#include <math.h>
 #include "../gguf.h"
-#define TOKENIZER_IMPLEMENTATION
 #include "../tokenizer.h"
 #include "../parts/grammar.h"
 #include "../parts/pattern.h"
