@@ -8,8 +8,8 @@
 # its line reports no failure, counts as one failure. The output of a failing suite is shown.
 # The suites of $slow start first, so that no long suite runs alone at the end; their lines come last.
 # Environment: BUILD (build), GEMMA4 (./gemma4), STRICT=1 (skips fail), TEST_TIMEOUT (seconds for one suite, 1200),
-# LONG=1 (docs/tests.md says what it adds), JOBS (number of processors; 1 if there is a GPU, because tests check its
-# free memory).
+# LONG=1 (docs/tests.md says what it adds), JOBS (half more than processors, since some suites wait for a server or a
+# terminal; 1 if there is a GPU, because tests check its free memory).
 slow="test_kernels test_cli test_server test_page test_forward test_walk test_eval test_cache test_backend test_ops test_check"
 cd "$(dirname "$0")/.." || exit 1
 BUILD=${BUILD:-build}
@@ -69,7 +69,8 @@ done
 for name in $slow; do
     case " $* " in *[\ /]"$name"[.\ ]*) first="$first $name" ;; esac
 done
-jobs=${JOBS:-$([ -e /dev/nvidiactl ] && echo 1 || nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)}
+processors=$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+jobs=${JOBS:-$([ -e /dev/nvidiactl ] && echo 1 || echo $((processors + (processors + 1) / 2)))}
 # shellcheck disable=SC2086  # names are words
 printf '%s\n' $first $names | xargs -P "$jobs" -n 1 sh tests/run.sh -one | {
     passed=0 failed=0 skipped=0
