@@ -49,7 +49,7 @@ static void plan_caches(Model *m, Arena *a) {
         check_kv_types(m, l, &cache);
         if (!lc->is_swa && o->tail && (kv_group(cache.k.type) || kv_group(cache.v.type))) {
             cache.tail_reach = (int)round_up((size_t)o->tail, TILE_SLOTS);
-            cache.tail_slots = cache.tail_reach + (int)round_up((size_t)o->n_batch, TILE_SLOTS);
+            cache.tail_slots = min_int(cache.slots, cache.tail_reach + (int)round_up((size_t)o->n_batch, TILE_SLOTS));
             cache.k_tail = (KvPlane){ .type = KV_F16, .dim = cache.k.dim };
             cache.v_tail = (KvPlane){ .type = KV_F16, .dim = cache.v.dim };
         }

@@ -744,6 +744,8 @@ run "$model" -p hi -n 1 --pflash --kv-tail 64 -ctk q8_0
 ok "--pflash with --kv-tail: says what prompts do not read" [ "$(grep -cFx -e "$note" "$tmp/err")" -eq 1 ]
 run "$model" -p hi -n 1 --pflash --kv-tail 64
 ok "--pflash with an f16 cache: there is no tail" none err "note:"
+run "$model" -p hi -n 1 -v -c 300 -ctk tq3 --kv-tail 1000000
+ok "--kv-tail beyond the context: the context's memory" has err "plan: context 300: global KV 1.1 MiB"
 run "$model" -p "$(yes 'The fox ran.' | head -n 40)" -v -n 1 --pflash 0.2 --pflash-from 0
 ok "--pflash: the statistics have it" has err "pFlash: attended to 100.0 % of the blocks"
 run niah "$model" -p 256,300 -d 0,100 -r 1 --needles 2 --svg "$tmp/map.svg"
