@@ -5244,7 +5244,7 @@ enum { KEYS = 32, ATTEND_WARPS = 8, ATTEND_THREADS = 32 * ATTEND_WARPS, HEADS = 
        // are two blocks.
        FULL_GRID = 128,
        MAX_SPLITS = FULL_GRID,
-       JOIN_BYTES = 320 << 10 };       // bytes of the splits of a block's columns that its last block combines
+       JOIN_BYTES = 40 << 10 };        // up to so many bytes of splits the last block combines, more attend_join
 
 typedef struct {              // how the tiles of a cache are dealt to splits
     int     n, span_bits;     // 2^span_bits tiles in a span
@@ -5435,7 +5435,6 @@ typedef struct {
     bool     early;           // all but q and the new rows may be read early
     bool     v_norm;
     bool     staged;
-    bool     precise_q;       // q as the sum of two f16
     bool     joins;           // the last block of a head combines its splits
     const float *q;           // ready to use, or the products from which q is made
     const float *new_k, *new_v;        // the products from which new rows are made
@@ -5497,11 +5496,14 @@ template <int HD, int NC> struct AttendSmem {
     }
 };
 
+// Rows of a block, at most.
+HOST_DEVICE static constexpr int block_rows(int nc) { return nc <= 32 ? nc : FUSED_ROWS; }
+
 template <int NC> struct Columns {     // of a block; in shared memory
-    RowMask masks[NC];        // of the block's rows; if the block makes rows, of all rows of the batch
+    RowMask masks[block_rows(NC)];     // of the block's rows; if the block makes rows, of all rows of the batch
     int   row_of[NC];         // row of a column, in the block; -1: not used
     int   head_of[NC];        // number of its query head in out
-    float top[NC], sum[NC];   // online softmax: maximum; sum of weights, in the end its reciprocal
+    float top[NC], sum[NC];   // of softmax_keys; in the end sum is its reciprocal
     float rescale[NC];        // factor for acc before the next tile is added
     Spans seen_by[NC];        // splits of a column
     int   n_live;             // splits with a visible key; here because registers are short
@@ -5722,26 +5724,22 @@ __device__ static inline void score_keys(const AttendTask &a, const __half *k_ti
                                          const __half *q_hi, const __half *q_lo, float *scores) {
     constexpr int ROW = HD + ROW_PAD, N = NC / 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane / 4, k2 = lane % 4 * 2, n_k = a.n_k;
-    const int k_row = n_k + ROW_PAD;
-    const int key0 = warp % 2 * 16, quarter = warp / 2, key = key0 + lane % 16, right = lane / 16 * 8;
+    const int key0 = warp % 2 * 16, quarter = warp / 2, key = key0 + lane % 16, d = quarter * (HD / 4);
+    // tied: the rest of K is V
+    const __half *k_row = (d < n_k ? k_tile + key * (n_k + ROW_PAD) : v_tile + key * ROW) + d + lane / 16 * 8;
+    const int q_at = lane % 8 * ROW + d + lane / 8 * 8;
     float s_hi[N][4] = { }, s_lo[N][4] = { };
-#pragma unroll NC > 8 ? 1 : 2
-    for (int step = 0; step < HD / 128; step++) {
-        const int d = quarter * (HD / 4) + 32 * step;
+#pragma unroll HD < 512 ? 1 : NC == 16 ? 2 : 4          // as registers allow
+    for (int at = 0; at < HD / 4; at += 32) {
         unsigned k[2][4], q[4];
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-            const int at = d + 16 * u;                 // tied: the rest of K is V
-            load_matrices(k[u], at < n_k ? k_tile + key * k_row + at + right : v_tile + key * ROW + at + right);
-        }
+        load_matrices(k[0], k_row + at);
+        load_matrices(k[1], k_row + at + 16);
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            const int at = (8 * n + lane % 8) * ROW + d + lane / 8 * 8;
-            load_matrices(q, q_hi + at);
+            load_matrices(q, q_hi + q_at + 8 * n * ROW + at);
             multiply_half(s_hi[n], k[0], q);
             multiply_half(s_hi[n], k[1], q + 2);
-            if (!a.precise_q) continue;
-            load_matrices(q, q_lo + at);
+            load_matrices(q, q_lo + q_at + 8 * n * ROW + at);
             multiply_half(s_lo[n], k[0], q);
             multiply_half(s_lo[n], k[1], q + 2);
         }
@@ -5753,26 +5751,49 @@ __device__ static inline void score_keys(const AttendTask &a, const __half *k_ti
             scores[(quarter * NC + 8 * n + k2 + e % 2) * SCORE_ROW + key0 + t + e / 2 * 8] = s_hi[n][e] + s_lo[n][e];
 }
 
-// Softmax of a tile of keys from j0 on; a warp has N columns, a lane one key. Writes the weights in f16, and for each
-// column the new maximum, the sum of weights, and the factor for what was added before this tile.
+// Softmax of a tile of keys from j0 on. LANES lanes share a column; each has KEYS / LANES keys that follow each other.
+// Eight columns have a warp each, which takes least time; of more columns a warp has four at once, which takes fewest
+// instructions. Pairs of keys are added, then pairs of pairs, .., so the sums have the same bits. Writes the weights in
+// f16, and for each column the sum of weights, the factor for what was added before this tile, and the top: the score
+// whose weight is 1. A top below the maximum does no harm while weights stay within e^SOFTMAX_SLACK, where f16 is as
+// exact as below 1. So the top seldom changes, and sums are seldom rescaled.
 //   sees(row, key): is the key visible to the row?
+enum { SOFTMAX_SLACK = 8 };
 template <int NC, typename Sees>
 __device__ static inline void softmax_keys(const AttendTask &a, const RowMask *rows, int j0, const float *scores,
                                          __half *weights, Columns<NC> &c, Sees sees) {
-    constexpr int N = NC / 8, next = NC * SCORE_ROW;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll N < 2 ? N : 2
-    for (int n = 0; n < N; n++) {
-        const int col = warp * N + n, row = c.row_of[col];
-        const float *s = scores + col * SCORE_ROW + lane;
-        const bool seen = row >= 0 && sees(rows[max(row, 0)], j0 + lane);
-        const float score = seen ? __fmul_rn((s[0] + s[next]) + (s[2 * next] + s[3 * next]), a.scale) : -INFINITY;
-        const float old = c.top[col], old_sum = c.sum[col], now = fmaxf(old, warp_max(score));
-        const __half p = __float2half_rn(seen ? expf(score - now) : 0);
-        const float f = now == -INFINITY ? 1 : expf(old - now), more = warp_sum(__half2float(p));
-        weights[col * WEIGHT_ROW + lane] = p;
+    constexpr int LANES = NC == 8 ? 32 : 8, N = KEYS / LANES, next = NC * SCORE_ROW;
+    const int key = threadIdx.x % LANES * N;
+#pragma unroll 1
+    for (int col = threadIdx.x / LANES; col < NC; col += ATTEND_THREADS / LANES) {
+        const int row = c.row_of[col];
+        const float *s = scores + col * SCORE_ROW + key;
+        const float old = c.top[col], old_sum = c.sum[col];
+        float score[N], w[N], most = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const bool seen = row >= 0 && sees(rows[max(row, 0)], j0 + key + i);
+            const float sum = (s[i] + s[next + i]) + (s[2 * next + i] + s[3 * next + i]);
+            score[i] = seen ? __fmul_rn(sum, a.scale) : -INFINITY;
+            most = fmaxf(most, score[i]);
+        }
+#pragma unroll
+        for (int n = 1; n < LANES; n *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, n));
+        const float now = most - old > SOFTMAX_SLACK ? most : old, base = now == -INFINITY ? 0 : now;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const __half p = __float2half_rn(expf(score[i] - base));
+            weights[col * WEIGHT_ROW + key + i] = p, w[i] = __half2float(p);
+        }
+#pragma unroll
+        for (int n = 1; n < N; n *= 2)
+#pragma unroll
+            for (int i = 0; i < N; i += 2 * n) w[i] += w[i + n];
+#pragma unroll
+        for (int n = 1; n < LANES; n *= 2) w[0] += __shfl_xor_sync(~0u, w[0], n);
+        const float f = now == old ? 1 : expf(old - base);
         __syncwarp();                                  // all lanes have read top and sum
-        if (lane == 0) c.rescale[col] = f, c.top[col] = now, c.sum[col] = __fmaf_rn(old_sum, f, more);
+        if (key == 0) c.rescale[col] = f, c.top[col] = now, c.sum[col] = __fmaf_rn(old_sum, f, w[0]);
     }
 }
 
@@ -5783,13 +5804,20 @@ __device__ static inline void add_values(float (&acc)[HD / 128][NC / 8][4], cons
     constexpr int ROW = HD + ROW_PAD, M = HD / 128, N = NC / 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, k2 = lane % 4 * 2;
     unsigned p[N][4];
+    float f[N][2];
+    bool same = true;
 #pragma unroll
     for (int n = 0; n < N; n++) {
         load_matrices(p[n], weights + (8 * n + lane % 8) * WEIGHT_ROW + lane / 8 * 8);
-        const float f0 = rescale[8 * n + k2], f1 = rescale[8 * n + k2 + 1];
-#pragma unroll
-        for (int m = 0; m < M; m++) acc[m][n][0] *= f0, acc[m][n][1] *= f1, acc[m][n][2] *= f0, acc[m][n][3] *= f1;
+        f[n][0] = rescale[8 * n + k2], f[n][1] = rescale[8 * n + k2 + 1];
+        same = same && f[n][0] == 1 && f[n][1] == 1;
     }
+    if (__any_sync(~0u, !same))
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int m = 0; m < M; m++)
+                acc[m][n][0] *= f[n][0], acc[m][n][1] *= f[n][1], acc[m][n][2] *= f[n][0], acc[m][n][3] *= f[n][1];
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -6056,6 +6084,7 @@ static AttendHalf attend_half_of(int hd, int nc, bool full) {          // NULL: 
         { attend_half_kernel<256, 8, true>, attend_half_kernel<256, 16, true>, attend_half_kernel<256, 32, true> },
         { attend_half_kernel<512, 8, true>, attend_half_kernel<512, 16, true>, attend_half_kernel<512, 32, true> } };
     if (hd != 128 && hd != 256 && hd != 512) return NULL;
+    if (nc == 40) return full && hd == 512 ? attend_half_kernel<512, 40, true> : NULL;
     if (full) return kernels[hd / 256][nc / 16];
     if (hd < 512 || nc > 16) return NULL;
     return nc == 16 ? attend_half_kernel<512, 16, false> : attend_half_kernel<512, 8, false>;
@@ -6066,7 +6095,7 @@ static AttendHalf attend_half_of(int hd, int nc, bool full) {          // NULL: 
 // Once at start: allows the largest blocks all shared memory.
 static void allow_attend(void) {
     for (int hd = 128; hd <= 512; hd *= 2) {
-        for (int nc = 8; nc <= 32; nc *= 2)
+        for (int nc : { 8, 16, 32, 40 })
             for (int full = 0; full < 2; full++)
                 if (attend_half_of(hd, nc, full)) allow_shared(attend_half_of(hd, nc, full));
         if (attend_coded_of(hd)) allow_shared(attend_coded_of(hd));
@@ -6874,11 +6903,14 @@ static int attend_columns(const Cache *c, int wanted, int fused) {
     if (is_coded(c))
         return is_readable(&c->k) && is_readable(&c->v) && c->k.dim % KV_ROTATION == 0 && attend_coded_of(hd) &&
             attend_shared(c, CODED_COLUMNS, 0, 0) <= most ? CODED_COLUMNS : 0;
-    if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->k.dim % 16 || ATTEND_THREADS % (c->k.dim / 8) || c->n_rot % 4)
+    if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->k.dim % (hd / 4) ||
+        ATTEND_THREADS % (c->k.dim / 8) || c->n_rot % 4)
         return 0;
-    int nc = 8 << ((wanted > 8) + (wanted > 16));
+    // 40 columns are worth a block to themselves if the next tile is copied meanwhile: two stages
+    int nc = wanted > 32 ? 40 : 8 << ((wanted > 8) + (wanted > 16));
     const bool full = fused == FUSED_ROWS;
-    while (nc && (!attend_half_of(hd, nc, full) || attend_shared(c, nc, fused, 1) > most)) nc = nc > 8 ? nc / 2 : 0;
+    while (nc && (!attend_half_of(hd, nc, full) || attend_shared(c, nc, fused, nc > 32 ? 2 : 1) > most))
+        nc = nc > 32 ? 32 : nc > 8 ? nc / 2 : 0;
     return nc;
 }
 
@@ -6936,7 +6968,8 @@ static AttendTask attend_task(const Attend *o, const Batch *b, const Splits *spl
     const int group = o->n_heads / c->n_kv_heads, nc = shape.columns, heads = min_int(group, nc);
     AttendTask t = { };
     t.b = *b, t.n_seqs = c->n_seqs, t.window = o->window, t.own = o->own;
-    t.rows = max_int(1, min_int(nc / heads, alone)), t.heads = heads, t.head_tiles = div_up(group, heads);
+    t.rows = div_up(alone, div_up(alone, min_int(nc / heads, block_rows(nc))));    // equally many in each block
+    t.heads = heads, t.head_tiles = div_up(group, heads);
     t.group = group, t.n_heads = o->n_heads, t.n_kv_heads = c->n_kv_heads;
     t.by_tiles = divisor(t.head_tiles), t.by_heads = divisor(heads);
     t.makes_q = makes && store->q, t.makes_rows = makes && store->k, t.fused = (uint8_t)shape.fused;
@@ -7029,7 +7062,6 @@ static void cuda_attend(const Attend *o) {
         bool joined = false;
         if (shape.columns) {
             AttendTask task = attend_task(&some, &b, &splits, shape, alone, makes);
-            task.precise_q = n_rows <= STEP_ROWS;
             joined = launch_attend(&task, &some, shape, flash.kernel != NULL);
         } else {
             const dim3 grid(n, c->n_kv_heads * div_up(group, HEADS), splits.n);
