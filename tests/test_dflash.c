@@ -113,17 +113,19 @@ static void random_ids(int32_t *ids, int n, int vocab) {
 }
 
 // A block drafted from a context of trees: on a GPU, rows of a tree may differ in their last bits, and if activations
-// are then rounded to int8, later values differ by that rounding (on an H100 2 % of a logit). The best token of each
-// position must have nearly the expected logit, and may differ in one position at most, at a near tie.
+// are then rounded to int8, later values differ by that rounding (emulated as an H100, contexts of 50 to 170 tokens: 1.3 %
+// of a logit in the mean, 4.9 % at most). A wrong path in every step, or in one, differs by 8 % in the mean.
 static void like_block(const Block *got, const Block *want, const char *what) {
+    float sum = 0;
     int others = 0;
     for (int d = 0; d < DEPTH; d++) {
-        const float a = got->logits[d * WIDTH], b = want->logits[d * WIDTH];
-        others += got->ids[d * WIDTH] != want->ids[d * WIDTH];
-        CHECK(fabsf(a - b) <= 4e-2f * fabsf(b), "%s, place %d: it drafts %d with logit %.9g, expected %d with %.9g",
-              what, d, got->ids[d * WIDTH], (double)a, want->ids[d * WIDTH], (double)b);
+        const float a = got->logits[d * WIDTH], b = want->logits[d * WIDTH], apart = fabsf(a - b) / fabsf(b);
+        sum += apart, others += got->ids[d * WIDTH] != want->ids[d * WIDTH];
+        CHECK(apart <= 0.1f, "%s, place %d: it drafts %d with logit %.9g, expected %d with %.9g", what, d,
+              got->ids[d * WIDTH], (double)a, want->ids[d * WIDTH], (double)b);
     }
-    CHECK(others <= 1, "%s: %d of %d tokens are others", what, others, DEPTH);
+    CHECK(sum <= 0.04f * DEPTH, "%s: logits differ by %.3f in the mean", what, (double)sum / DEPTH);
+    CHECK(others <= 2, "%s: %d of %d tokens are others", what, others, DEPTH);
 }
 
 static void same_block(const Block *got, const Block *want, const char *what) {
