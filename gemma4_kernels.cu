@@ -58,14 +58,15 @@
 // A device error ends the process with one line that names the operation and its shapes. All state of the backend is
 // here: one stream, scratch memory that each operation may overwrite, a pinned buffer for copies, and recorded steps.
 
-enum { PINNED_BYTES = 4 << 20, MAX_STEPS = 256, MAX_PENDING = 256, MAX_FENCES = 1024, PANEL_BYTES = 64 << 20,
-       PARTIAL_BYTES = 64 << 20, BLAS_BYTES = 32 << 20, MAX_ARRIVED = 4096,
+enum { PINNED_BYTES = 4 << 20, MAX_STEPS = 256, RECORD_AFTER = 8, MAX_PENDING = 256, MAX_FENCES = 1024,
+       PANEL_BYTES = 64 << 20, PARTIAL_BYTES = 64 << 20, BLAS_BYTES = 32 << 20, MAX_ARRIVED = 4096,
        STATIC_SHARED = 3 << 10 };       // shared memory that a kernel may declare in addition to shared_bytes
 enum { EVENT_FLAGS = cudaEventDisableTiming | cudaEventBlockingSync };     // the host sleeps while it waits
 
 typedef struct {              // a step whose key was seen at least once
     StepKey key;
-    cudaGraphExec_t exec;     // NULL: seen once; the second time it is recorded
+    cudaGraphExec_t exec;     // NULL: not recorded yet
+    int     n_launched;       // steps that ran without a recording; the one after RECORD_AFTER is recorded
     size_t  n_nodes;          // kernels in the graph
     int64_t used;             // number of the last begin() with this key
 } Recorded;

@@ -13,9 +13,10 @@
 
 // ==== [1] Scratch, the device, start =================================================================================
 // Small copies go through a pinned buffer, so that the host does not wait: data for the device is first copied to the
-// buffer; data from the device stays in the buffer until wait() or wait_for(). When the key of a step is seen for the
-// first time, its kernels are launched as they are called; the second time they are recorded as a graph, which is
-// replayed from then on. Prompt steps are never recorded, since most prompts have their own sizes.
+// buffer; data from the device stays in the buffer until wait() or wait_for(). The kernels of a step are launched as
+// they are called until its key was seen RECORD_AFTER times; then they are recorded as a graph, which is replayed from
+// then on. Recording takes as long as some steps, so it does not pay for rare kinds of steps; drafts of several
+// sessions make many. Prompt steps are never recorded, since most prompts have their own sizes.
 
 enum { LEAST_MAJOR = 8,               // compute capability
        LEAST_SHARED = 99 << 10 };     // shared memory of a block on every such card
@@ -325,7 +326,7 @@ static Recorded *find_step(const StepKey *key) {
         CHECK_CUDA(cudaStreamSynchronize(cuda.stream), "forgetting a step");       // it may run
         CHECK_CUDA(cudaGraphExecDestroy(oldest->exec), "forgetting a step");
     }
-    *oldest = (Recorded){ *key, NULL, 0, 0 };
+    *oldest = (Recorded){ *key };
     return oldest;
 }
 
@@ -334,10 +335,12 @@ static bool cuda_begin(StepKey key) {
     cuda.last = (Launched){ 0, WRITES_ALL_BUT_WEIGHTS };               // a replayed step does not set it
     if (key.kind == STEP_PROMPT) return true;
     Recorded *step = find_step(&key);
-    const bool is_new = !step->used;
     step->used = cuda.n_begun;
     join_copies();
-    if (is_new) return true;
+    if (step->n_launched < RECORD_AFTER) {
+        step->n_launched++;
+        return true;
+    }
     cuda.step = step;
     cuda.recording = !step->exec;
     if (cuda.recording)

@@ -1151,10 +1151,10 @@ static void time_guesses(Model *m, int32_t id, int n) {
     reset_session(m, 0);
 }
 
-// Measures the time of steps and drafts of every depth, in session 0, which is empty. If the backend records steps, the
-// first two of each kind are slow; they happen here and not in an answer that chooses its depth by these times.
+// Measures the time of steps and drafts of every depth, in session 0, which is empty. A backend that records steps
+// takes longer until it has; that happens here and not in an answer that chooses its depth by these times.
 static void measure_pace(Model *m, Tokenizer *t, const Drafting *how) {
-    enum { RECORDED = 2, STEPS = 4 };                  // RECORDED: rounds before the one that counts
+    enum { RECORDED = 3, STEPS = 4 };                  // RECORDED: rounds before the one that counts
     const SpecKind who = drafter_of(m);
     const int most = min_int(how->n_max, who == SPEC_OFF ? m->options.n_logits - 1 : m->options.draft_depth);
     const int32_t id = t->bos >= 0 ? t->bos : 0;

@@ -246,9 +246,9 @@ static void test_model(const char *preset, const char *quant) {
     free(in_host);
 }
 
-enum { PROMPT_ROWS = 66, N_STEPS = 3, STEP_TOKENS = 2 };
+enum { PROMPT_ROWS = 66, N_STEPS = 10, STEP_TOKENS = 2 };
 
-// Logits after a prompt and after each of a few steps, of which the second is recorded and the next ones replayed.
+// Logits after a prompt and after each of some steps, of which the last ones are recorded and replayed.
 static float *logits_with(const char *path, const char *place, size_t *bytes) {
     Model *m = alloc_or_die(1, sizeof *m);
     const ModelOptions o = { .n_ctx = 256, .n_seqs = 1, .n_batch = PROMPT_ROWS, .n_logits = 3, .k_type = KV_F16,
