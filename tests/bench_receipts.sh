@@ -16,6 +16,7 @@ parts() {
 speed           26B, 31B, E4B, E2B: prompts of 512 and 4096, generation, beside llama.cpp
 speed-cpu       the same on the processor: prompts of 128 and 512
 26b-long        26B, q8_0, DFlash 4 and 8, 64K to 512K, in 24 GiB
+26b-f16         26B, f16, 4K to 128K, without drafts and with DFlash 4
 26b-1m          26B, tq3, 1M, without drafts and with MTP 2, in 24 GiB, cache of random rows
 26b-1m-dflash   the same with DFlash 4, after a prompt
 31b-long        31B, tq3, MTP 2, 64K to 256K, in 24 GiB
@@ -173,6 +174,10 @@ run_part() {
         big
         sweep 26b-long --vram 24 -ctk q8_0 -d 65536,131072,262144,524288 -md none
         sweep 26b-long --vram 24 -ctk q8_0 -d 65536,131072,262144,524288 -md "$dflash" --draft-max 4,8 --spec-force 0.7 ;;
+    26b-f16)
+        big
+        sweep 26b-f16 -d 4096,65536,131072 -md none
+        sweep 26b-f16 -d 4096,65536,131072 -md "$dflash" --draft-max 4 --spec-force 0.7 ;;
     26b-1m)
         big
         sweep 26b-long --vram 24 -ctk tq3 -d 1048000 --fill random -md none
