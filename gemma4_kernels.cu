@@ -5987,7 +5987,7 @@ __device__ static inline void put_values(const float (&acc)[HD / 128][NC / 8][4]
 //     keys 0..15     warp 0    warp 2    warp 4     warp 6         K times q; the four partial sums of a score are
 //     keys 16..31    warp 1    warp 3    warp 5     warp 7         added in this order
 //
-//     softmax     warp w: columns w N .. w N + N - 1; lane j: key j
+//     softmax     8 columns: warp w has column w, lane j key j; more: 4 columns a warp, 4 keys a lane
 //     values      warp w: dims 32 w .. 32 w + 31 of all columns, all keys; sums stay in registers (acc)
 //
 // Tiles go through n_stages stages, here 3. Iterations with i < 0 only start copies; iteration 0 also makes q and new
@@ -6907,7 +6907,7 @@ static int attend_columns(const Cache *c, int wanted, int fused) {
     if (c->k.type != KV_F16 || c->v.type != KV_F16 || c->k.dim % (hd / 4) ||
         ATTEND_THREADS % (c->k.dim / 8) || c->n_rot % 4)
         return 0;
-    // 40 columns are worth a block to themselves if the next tile is copied meanwhile: two stages
+    // A block of 40 columns has an SM to itself, so it needs two stages: a tile is copied while another one is used.
     int nc = wanted > 32 ? 40 : 8 << ((wanted > 8) + (wanted > 16));
     const bool full = fused == FUSED_ROWS;
     while (nc && (!attend_half_of(hd, nc, full) || attend_shared(c, nc, fused, nc > 32 ? 2 : 1) > most))
